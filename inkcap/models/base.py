@@ -1,0 +1,25 @@
+"""What the runner needs of a model of either generation."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from inkcap.cache.state import LayerState
+from inkcap.layers.batch import Batch
+
+
+class Model(Protocol):
+    """A built model on one rank, weights loaded."""
+
+    family: str  # "inkling", ...
+    vocab_size: int  # ids below this exist; logits have this many columns
+    max_length: int  # tokens
+    states: list[LayerState]  # every visit's state; visits are numbered from 0
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Run all layers, writing state through the batch's views. Returns normed hidden states [T, D]."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [S, vocab_size] in fp32 of hidden states [S, D], whole on every rank."""
+        ...
