@@ -1,4 +1,4 @@
-"""inkcap serves Thinking Machines Lab's Inkling models. `LLM` is imported on first use, so that this stays torch-free."""
+"""inkcap serves Thinking Machines Lab's Inkling models. `LLM` is imported on first use: this stays torch-free."""
 
 from typing import TYPE_CHECKING
 

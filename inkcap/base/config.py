@@ -1,6 +1,33 @@
 """The one configuration tree: frozen, from TOML or flags, resolved once. The environment is read in this file only."""
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inkcap.base.errors import ConfigInvalid
+
+
+def option(default: object, meaning: str, *, flag: str | None = None, check: str | None = None, unit: str = "") -> Any:
+    """A field of the tree. `flag` replaces the flag made of the field's name; `check` names a rule of `RULES`."""
+    metadata = {"help": meaning, "flag": flag, "check": check, "unit": unit}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "positive": (lambda v: v is None or v >= 1, "1 or more"),
+    "not negative": (lambda v: v >= 0, "0 or more"),
+    "port": (lambda v: 0 <= v <= 65535, "0 to 65535 (0: any free port)"),
+    "effort": (lambda v: 0 <= v <= 1, "0 to 1"),
+    "grains": (lambda v: v >= 64 and v % 64 == 0, "a multiple of 64, 64 or more"),
+    "dtype": (lambda v: v in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
+    "device": (lambda v: v in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
+    "position": (lambda v: v in ("first", "after-system"), "first or after-system"),
+    "level": (lambda v: v in ("debug", "info", "warning", "error"), "debug, info, warning or error"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -8,63 +35,77 @@ class ModelConfig:
     """Which checkpoint, and how it runs."""
 
     path: str  # a directory or a hub id
-    revision: str | None = None  # of a hub id
-    download: bool = False  # fetch a hub id that is not in the local cache
-    served_names: tuple[str, ...] = ()  # names the API answers to; () means the last part of `path`
-    dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
-    device: str = "auto"  # auto, cpu, cuda
-    max_length: int | None = None  # tokens; None: the checkpoint's, or what the cache can hold if that is less
-    seed: int = 0  # seeds of requests without one are drawn from this
-    threads: int | None = None  # CPU threads of the model; None: all cores
+    revision: str | None = option(None, "revision of a hub id")
+    download: bool = option(False, "fetch a hub id that is not in the local cache")
+    served_names: tuple[str, ...] = option((), "names the API answers to", flag="--served-model-name")
+    dtype: str = option("auto", "auto: bfloat16 on a GPU, float32 on a CPU", check="dtype")
+    device: str = option("auto", "auto: a GPU where there is one", check="device")
+    max_length: int | None = option(
+        None, "tokens of prompt and answer together", flag="--max-model-len", check="positive", unit="tokens"
+    )
+    seed: int = option(0, "seeds of requests without one are drawn from this", check="not negative")
+    threads: int | None = option(None, "CPU threads of the model; default all cores", check="positive")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many ranks, and what they share."""
 
-    tp: int = 1
+    tp: int = option(1, "ranks that share each layer", flag="--tensor-parallel-size", check="positive")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """State kept between steps."""
 
-    memory_bytes: int | None = None  # None: chosen from the device and printed
-    prefix: bool = True  # reuse of state between requests
-    keep_every: int = 1024  # tokens between boundaries a later request may resume from; a multiple of 64
+    memory_bytes: int | None = option(
+        None,
+        "memory of the cache, like 4GiB; default chosen and printed",
+        flag="--cache-memory",
+        check="positive",
+        unit="bytes",
+    )
+    prefix: bool = option(True, "reuse state between requests", flag="--prefix-caching")
+    keep_every: int = option(
+        1024, "distance between the boundaries a later request may resume from", check="grains", unit="tokens"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedConfig:
     """What one step may hold and how many may wait."""
 
-    rows: int = 64  # sequences that run at once
-    step_tokens: int = 2048  # tokens of one step over all sequences
-    chunk: int = 1024  # tokens of one sequence in one step, so that a long prompt does not stall decoding
-    waiting: int = 1024  # sequences that may wait; one more is answered 429
+    rows: int = option(64, "sequences that run at once", flag="--max-num-seqs", check="positive")
+    step_tokens: int = option(
+        2048, "tokens of one step over all sequences", flag="--max-num-batched-tokens", check="positive", unit="tokens"
+    )
+    chunk: int = option(1024, "tokens of one sequence in one step", check="positive", unit="tokens")
+    waiting: int = option(
+        1024, "sequences that may wait; one more is answered 429", flag="--max-waiting", check="not negative"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP side."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    cors_origins: tuple[str, ...] = ()
-    root_path: str = ""
-    default_effort: float = 0.9  # thinking effort stated in a prompt that names none
-    prime_model_role: bool = False  # end prompts with the model's role token, as vLLM does
-    tool_declare_position: str = "first"  # first, after-system
-    max_logprobs: int = 20
-    body_bytes: int = 64 << 20
-    drain_seconds: float = 30.0
-    log_level: str = "info"
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on", check="port")
+    api_key: str | None = option(None, "key that /v1 asks for; also INKCAP_API_KEY")
+    cors_origins: tuple[str, ...] = option((), "origins that browsers may call from", flag="--cors-origin")
+    root_path: str = option("", "path prefix a proxy strips")
+    default_effort: float = option(0.9, "thinking effort stated in a prompt that names none", check="effort")
+    prime_model_role: bool = option(False, "end prompts with the model's role token, as vLLM does")
+    tool_declare_position: str = option("first", "place of tool declarations: first or after-system", check="position")
+    max_logprobs: int = option(20, "alternatives per token a request may ask for", check="not negative")
+    body_bytes: int = option(64 << 20, "largest request body", flag="--max-body", check="positive", unit="bytes")
+    drain_seconds: float = option(30.0, "time that running requests get on SIGTERM", check="not negative")
+    log_level: str = option("info", "debug, info, warning or error", check="level")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything a run is made of."""
+    """Everything a run is made of. Sections are checked together by `checked`."""
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -72,3 +113,44 @@ class EngineConfig:
     sched: SchedConfig = field(default_factory=SchedConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     ops: dict[str, str] = field(default_factory=dict)  # op name -> implementation, to replace one for a bisect
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One automatic choice, printed at start."""
+
+    name: str
+    value: object
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value} ({self.reason})"
+
+
+def environment_defaults() -> dict[str, dict[str, object]]:
+    """Values the environment gives, by section and field. Flags and files override them.
+
+    INKCAP_API_KEY: server.api_key. INKCAP_OPS: `name=implementation`, comma separated.
+    """
+    found: dict[str, dict[str, object]] = {}
+    if key := os.environ.get("INKCAP_API_KEY"):
+        found["server"] = {"api_key": key}
+    if ops := os.environ.get("INKCAP_OPS"):
+        pairs = [item.partition("=") for item in ops.split(",")]
+        if bad := [name for name, sign, value in pairs if not (name and sign and value)]:
+            raise ConfigInvalid(f"INKCAP_OPS has {bad[0]!r}; write name=implementation, comma separated")
+        found["ops"] = {name: value for name, _, value in pairs}
+    return found
+
+
+def hub_cache() -> Path:
+    """Where the hub keeps downloaded checkpoints: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    home = os.environ.get("HF_HOME")
+    return (Path(home).expanduser() if home else Path.home() / ".cache" / "huggingface") / "hub"
+
+
+def engine_environment(**extra: str) -> dict[str, str]:
+    """The environment for a child process of ours: this one's and `extra`."""
+    return {**os.environ, **extra}

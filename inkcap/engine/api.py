@@ -20,7 +20,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: GenerateRequest) -> AsyncIterator[list[TokenDelta]]:
-        """Start one sequence. Each item is what arrived since the last one was taken, oldest first; the last has a finish.
+        """Start one sequence. Each item is what came since the last one was taken, in order; the last has a finish.
 
         Raises QueueFull, Draining or EngineFault at once, before the first item. Closing the iterator (or cancelling
         the task that reads it) aborts the sequence.
