@@ -1,0 +1,48 @@
+"""Linear layers whose rows or columns are spread over ranks.
+
+How weights get in, for every layer of this package: `slots()` maps names to `Slot`s (inkcap/parallel/slot.py), one for
+each tensor of the checkpoint, with the tensor's published shape and this rank's part of it. A model's `slots()` is the
+union over its layers, named by path: `embed.weight`, `layers.3.attention.k.weight`. Whoever loads turns a checkpoint's
+names into these, reads the parts and calls `copy_` on the targets; a slot that nothing filled is a missing tensor.
+Parameters are plain tensors, allocated empty: no autograd, no registry, no `state_dict`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from inkcap.ops import linear
+from inkcap.ops.values import Normed
+from inkcap.parallel.comm import Comm
+from inkcap.parallel.slot import Share, Slot, split
+
+
+def prefixed(prefix: str, slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """The same slots under longer names."""
+    return {f"{prefix}.{name}": slot for name, slot in slots.items()}
+
+
+class MergedColumn:
+    """Several matrices that read the same rows, stacked into one product: [q | k | v | r].
+
+    `parts` maps a name to the share of output columns this rank holds of that matrix.
+    """
+
+    def __init__(self, inputs: int, parts: Mapping[str, Share], dtype: torch.dtype, device: torch.device) -> None:
+        self.inputs = inputs
+        self.parts = dict(parts)
+        self.widths = [share.count for share in parts.values()]
+        self.weight = torch.empty(sum(self.widths), inputs, dtype=dtype, device=device)  # [columns of all parts, inputs]
+
+    def slots(self) -> dict[str, Slot]:
+        """`NAME.weight` for each part, [columns, inputs]."""
+        targets = self.weight.split(self.widths)
+        return {
+            f"{name}.weight": Slot(target, (share.whole, self.inputs), dim=0, start=share.start)
+            for (name, share), target in zip(self.parts.items(), targets, strict=True)
+        }
+
+    def __call__(self, rows: Normed) -> tuple[Tensor, ...]:
+        """Normed rows [T, inputs] to one [T, columns] per part, views of one product."""
+        return linear.project(rows, self.weight).split_with_sizes(self.widths, dim=1)

@@ -1,0 +1,75 @@
+"""What a rank wants of a checkpoint: named places to fill, each with the part of the whole tensor that belongs there."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from inkcap.base.errors import ConfigInvalid
+from inkcap.parallel.comm import Comm
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of a checkpoint as this rank keeps it.
+
+    `target` is to be filled, converting its dtype, with indices [start, start + target.shape[dim]) along `dim` of a
+    tensor of shape `whole`; with all of it when `dim` is None. It is a view into a parameter and may be strided, so it
+    is filled with `copy_` and never replaced. Other dimensions of `target` and `whole` agree.
+    """
+
+    target: Tensor
+    whole: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        """End of the part along `dim`."""
+        assert self.dim is not None, "a slot that takes everything has no stop"
+        return self.start + self.target.shape[self.dim]
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The part of the whole `tensor` that `target` takes."""
+        return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.target.shape[self.dim])
+
+    def fill(self, tensor: Tensor) -> None:
+        """Take this rank's part of the whole `tensor`."""
+        assert tuple(tensor.shape) == self.whole, f"slot for {self.whole} got {tuple(tensor.shape)}"
+        self.target.copy_(self.part(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Units [start, start + count) of `whole` units (heads, columns, words) that one rank holds."""
+
+    start: int
+    count: int
+    whole: int
+
+    def times(self, size: int) -> "Share":
+        """The same share counted in parts of a unit, `size` to each."""
+        return Share(self.start * size, self.count * size, self.whole * size)
+
+
+def split(whole: int, comm: Comm, what: str) -> Share:
+    """An even share of `whole` units for the rank of `comm`. Raises ConfigInvalid when it does not divide."""
+    if whole % comm.size:
+        raise ConfigInvalid(
+            f"{what} is {whole}, which {comm.size} ranks cannot share evenly; choose another parallel.tp"
+        )
+    count = whole // comm.size
+    return Share(comm.rank * count, count, whole)
+
+
+def split_or_repeat(whole: int, comm: Comm, what: str) -> Share:
+    """An even share, or one unit that several neighbouring ranks hold when there are more ranks than units.
+
+    Raises ConfigInvalid when neither number divides the other.
+    """
+    if whole >= comm.size:
+        return split(whole, comm, what)
+    if comm.size % whole:
+        raise ConfigInvalid(
+            f"{what} is {whole}, which {comm.size} ranks cannot repeat evenly; choose another parallel.tp"
+        )
+    return Share(comm.rank * whole // comm.size, 1, whole)
