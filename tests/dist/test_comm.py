@@ -1,0 +1,47 @@
+"""parallel/comm.py over gloo: two processes, and a group of one."""
+
+import pytest
+import torch
+
+from inkcap.parallel.comm import Comm
+
+X = torch.arange(8).view(4, 2)  # what rank 0 holds; rank 1 holds twice that
+
+
+def test_two_ranks_over_gloo(run_ranks):
+    zero, one = run_ranks("rank_comm.py", 2)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        x0 = X.to(dtype)
+        x1 = 2 * x0
+        for rank, got in enumerate((zero[str(dtype)], one[str(dtype)])):
+            assert got["all_reduce"] == (x0 + x1).tolist()
+            assert got["in_place"]
+            assert got["reduce_scatter"] == [(x0 + x1).chunk(2, dim)[rank].tolist() for dim in (0, 1)]
+            assert got["all_gather"] == [torch.cat([x0, x1], dim).tolist() for dim in (0, 1)]
+            assert got["all_gather_strided"] == torch.cat([x0.t(), x1.t()]).tolist()
+        assert zero[str(dtype)]["all_to_all"] == torch.cat([x0[:1], x1[:2]]).tolist()
+        assert one[str(dtype)]["all_to_all"] == torch.cat([x0[1:], x1[2:]]).tolist()
+    assert one["received"] == [[1.0], [2.0]]
+
+
+def test_sums_are_the_same_bits_on_every_rank_and_every_time(run_ranks):
+    results = run_ranks("rank_comm.py", 2)
+    assert all(result["same_bits_again"] and result["slab_is_part_of_sum"] for result in results)
+    assert results[0]["sum_bits"] == results[1]["sum_bits"]
+    assert not any(result["global_group"] for result in results)
+
+
+def test_a_group_of_one_hands_back_what_it_got():
+    comm = Comm.alone()
+    x = X.clone()
+    assert comm.all_reduce(x) is x
+    assert comm.reduce_scatter(x) is x
+    assert comm.all_gather(x, 1) is x
+    assert comm.all_to_all(x, [4], [4]) is x
+    with pytest.raises(AssertionError, match="nobody"):
+        comm.send(x, to=0)
+
+
+def test_a_group_and_its_size_go_together():
+    with pytest.raises(AssertionError, match="process group"):
+        Comm(rank=0, size=2)
