@@ -1,0 +1,70 @@
+"""The tensors behind the cache groups: one byte tensor a group, block-major, and strided views into it for layers."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from inkcap.base.step import BlockMove
+from inkcap.cache.state import LayerState, Plane
+from inkcap.ops.blocks.ref import copy_blocks
+
+ALIGNMENT = 16  # bytes: what one vector load takes
+
+
+class Arena:
+    """State of all layers on one rank. A block holds the planes of all visits one after another, so it moves as one.
+
+        group storage  | block 0            | block 1            | ...
+        one block      | visit 0: k, v | visit 3: k, v | ...       each plane [block, *shape], padded to 16 bytes
+
+    `blocks` counts block 0, which belongs to nobody. Memory is not cleared: what was never written may hold
+    anything, NaN included, and no reader may depend on it.
+    """
+
+    def __init__(self, states: Sequence[LayerState], blocks: Mapping[str, int], device: torch.device) -> None:
+        visits = 1 + max((state.visit for state in states), default=-1)
+        self.storage: dict[str, Tensor] = {}  # group -> [blocks, bytes of a block] uint8
+        self.planes: list[dict[str, tuple[Tensor, ...]]] = [{} for _ in range(visits)]
+        for group in dict.fromkeys(state.group for state in states):
+            members = sorted((s for s in states if s.group == group), key=lambda s: s.visit)
+            size = sum(plane_bytes(plane, state.block) for state in members for plane in state.planes)
+            storage = torch.empty(blocks[group], size, dtype=torch.uint8, device=device)
+            self.storage[group] = storage
+            offset = 0
+            for state in members:
+                assert group not in self.planes[state.visit], f"visit {state.visit} declares {group} twice"
+                views = []
+                for plane in state.planes:
+                    views.append(_view(storage, offset, plane, state.block))
+                    offset += plane_bytes(plane, state.block)
+                self.planes[state.visit][group] = tuple(views)
+
+    def copy(self, moves: Sequence[BlockMove]) -> None:
+        """Copy whole blocks; all sources are read before a target is written."""
+        for group in {move.group for move in moves}:
+            pairs = [(move.source, move.target) for move in moves if move.group == group]
+            storage = self.storage[group]
+            source, target = torch.tensor(pairs, device=storage.device).unbind(1)  # [moves] each
+            copy_blocks(storage, source, target)
+
+
+def plane_bytes(plane: Plane, block: int) -> int:
+    """Bytes that one block of `plane` takes in the arena, padding included."""
+    size = block * prod(plane.shape) * dtype_of(plane.dtype).itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of that name; "float8_e4m3fn" is a name like any other."""
+    dtype = vars(torch).get(name)
+    assert isinstance(dtype, torch.dtype), f"{name!r} is not a dtype"
+    return dtype
+
+
+def _view(storage: Tensor, offset: int, plane: Plane, block: int) -> Tensor:
+    """[blocks, block, *shape] of `plane`, whose bytes start `offset` into every block."""
+    dtype = dtype_of(plane.dtype)
+    span = storage[:, offset : offset + block * prod(plane.shape) * dtype.itemsize]
+    return span.view(dtype).unflatten(1, (block, *plane.shape))

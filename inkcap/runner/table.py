@@ -1,0 +1,190 @@
+"""Device rows: what the ranks remember of each running sequence, opened and closed by the plan."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from inkcap.base.sampling import BIAS_LIMIT, LOWEST_TEMPERATURE, TokenRules, stop_ids
+from inkcap.base.step import BlockEntry, RowSetup
+from inkcap.sampling.rows import BadWords, Draws, RowExtras
+
+# what sampling needs of every row
+COLUMNS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+}
+
+
+class RowTable:
+    """Tokens, lengths, sampling columns and block tables of all rows, on the device.
+
+    `lengths[r]` counts the known tokens of row r, `setups[r]` is what opened it. Tokens and block tables grow by
+    doubling as rows get longer. The host keeps `host_lengths`, which equals `lengths` between steps.
+    """
+
+    def __init__(
+        self, rows: int, groups: dict[str, int], vocab_size: int, rules: TokenRules, device: torch.device
+    ) -> None:
+        """`groups` maps each cache group to its block size."""
+        self.rows, self.groups, self.vocab_size, self.rules, self.device = rows, groups, vocab_size, rules, device
+        self.tokens = torch.zeros(rows, 256, dtype=torch.int32, device=device)  # [rows, capacity]
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.host_lengths = [0] * rows
+        self.columns = {name: torch.zeros(rows, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
+        self.tables = {g: torch.zeros(rows, 16, dtype=torch.int32, device=device) for g in groups}  # [rows, width]
+        self.setups: list[RowSetup | None] = [None] * rows
+        self.extras: dict[int, RowExtras] = {}
+
+    def setup(self, row: int) -> RowSetup:
+        """What opened `row`, which must be open."""
+        setup = self.setups[row]
+        assert setup is not None, f"row {row} is closed"
+        return setup
+
+    def close(self, rows: Sequence[int]) -> None:
+        """Forget rows; their block tables point at block 0 afterwards."""
+        for row in rows:
+            self.setup(row)
+            self.setups[row] = None
+            self.host_lengths[row] = 0
+            self.extras.pop(row, None)
+        if rows:
+            index = torch.tensor(rows, device=self.device)
+            self.lengths[index] = 0
+            for table in self.tables.values():
+                table[index] = 0
+
+    def open(self, setups: Sequence[RowSetup]) -> None:
+        """Take rows, all of which must be closed."""
+        if not setups:
+            return
+        for setup in setups:
+            assert self.setups[setup.row] is None, f"row {setup.row} is taken"
+            assert setup.tokens, f"row {setup.row} has no tokens"
+            self.setups[setup.row] = setup
+            self.host_lengths[setup.row] = len(setup.tokens)
+        self.grow(max(len(setup.tokens) for setup in setups))
+        for setup in setups:
+            known = torch.tensor(setup.tokens, dtype=torch.int32)
+            self.tokens[setup.row, : len(known)] = known.to(self.device)
+            extras = self._extras(setup)
+            if extras is not None:
+                self.extras[setup.row] = extras
+        index = torch.tensor([setup.row for setup in setups], device=self.device)
+        self.lengths[index] = torch.tensor([len(setup.tokens) for setup in setups], device=self.device)
+        values = [_columns(setup) for setup in setups]
+        for name, dtype in COLUMNS.items():
+            self.columns[name][index] = torch.tensor([v[name] for v in values], dtype=dtype, device=self.device)
+
+    def place(self, blocks: dict[str, list[BlockEntry]]) -> None:
+        """Enter block ids into the block tables; a later entry of the same place wins."""
+        for group, entries in blocks.items():
+            if not entries:
+                continue
+            last = {(entry.row, entry.index): entry.block for entry in entries}
+            self._widen(group, max(index for _, index in last) + 1)
+            places = torch.tensor([*zip(*last, strict=True)], device=self.device)  # [2, entries]
+            ids = torch.tensor([*last.values()], dtype=torch.int32, device=self.device)
+            self.tables[group][places[0], places[1]] = ids
+
+    def grow(self, length: int) -> None:
+        """Make room for `length` tokens a row, and for the block table entries that cover them."""
+        if length > self.tokens.shape[1]:
+            self.tokens = _widened(self.tokens, length)
+        for group, block in self.groups.items():
+            self._widen(group, -(-length // block))
+
+    def append(self, rows: Sequence[int], tokens: Tensor) -> None:
+        """Add one drawn token to each of `rows`. tokens: [n] int64."""
+        index = torch.tensor(rows, device=self.device)
+        self.grow(max(self.host_lengths[row] for row in rows) + 1)
+        self.tokens[index, self.lengths[index]] = tokens.to(torch.int32)
+        self.lengths[index] += 1
+        for place, row in enumerate(rows):
+            self.host_lengths[row] += 1
+            extras = self.extras.get(row)
+            if extras is not None and extras.counts is not None and extras.seen is not None:
+                extras.counts[tokens[place]] += 1
+                extras.seen[tokens[place]] = True
+
+    def draws(self, rows: Sequence[int]) -> Draws:
+        """What the sampler needs to draw the next token of each of `rows`."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        columns = {name: column[index] for name, column in self.columns.items()}
+        extras = {place: self.extras[row] for place, row in enumerate(rows) if row in self.extras}
+        return Draws(
+            temperature=columns["temperature"],
+            top_k=columns["top_k"],
+            top_p=columns["top_p"],
+            min_p=columns["min_p"],
+            seeds=columns["seed"],
+            positions=self.lengths[index],
+            logprobs=[self.setup(row).params.logprobs for row in rows],
+            extras=extras,
+            known={place: self.tokens[rows[place], : self.host_lengths[rows[place]]] for place in extras},
+        )
+
+    def _widen(self, group: str, width: int) -> None:
+        if width > self.tables[group].shape[1]:
+            self.tables[group] = _widened(self.tables[group], width)
+
+    def _extras(self, setup: RowSetup) -> RowExtras | None:
+        params = setup.params
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        allowed = params.allowed_token_ids
+        if not (params.min_tokens or params.logit_bias or allowed is not None or setup.bad_words_ids or penalised):
+            return None
+        made = RowExtras()
+        if params.min_tokens and (stops := sorted(stop_ids(params, self.rules))):
+            made.stops, made.stops_from = self._ids(stops), setup.prompt_length + params.min_tokens
+        if params.logit_bias:
+            made.bias_ids = self._ids(params.logit_bias)
+            biases = torch.tensor([*params.logit_bias.values()], dtype=torch.float32, device=self.device)
+            made.biases = biases.clamp(-BIAS_LIMIT, BIAS_LIMIT)
+        if allowed is not None:
+            made.forbidden = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
+            made.forbidden[self._ids(allowed)] = False
+        if setup.bad_words_ids:
+            made.bad_words = self._bad_words(setup.bad_words_ids)
+        if penalised:
+            made.repetition = params.repetition_penalty
+            made.presence, made.frequency = params.presence_penalty, params.frequency_penalty
+            known = self._ids(setup.tokens)
+            made.seen = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+            made.seen[known] = True
+            output = known[setup.prompt_length :]
+            made.counts = torch.bincount(output, minlength=self.vocab_size).to(torch.int32)
+        return made
+
+    def _bad_words(self, words: list[list[int]]) -> BadWords:
+        width = max(len(word) for word in words) - 1
+        prefixes = [[-1] * (width - len(word) + 1) + word[:-1] for word in words]
+        return BadWords(
+            prefixes=torch.tensor(prefixes, dtype=torch.int32, device=self.device).reshape(len(words), width),
+            lasts=self._ids(word[-1] for word in words),
+        )
+
+    def _ids(self, ids: Iterable[int]) -> Tensor:
+        return torch.tensor([*ids], dtype=torch.int64, device=self.device)
+
+
+def _columns(setup: RowSetup) -> dict[str, float | int]:
+    params = setup.params
+    return {
+        "temperature": max(params.temperature, LOWEST_TEMPERATURE) if params.temperature > 0 else 0.0,
+        "top_k": max(params.top_k, 0),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "seed": setup.seed,
+    }
+
+
+def _widened(table: Tensor, width: int) -> Tensor:
+    """The same rows with at least `width` columns, twice as many as before; new ones are 0."""
+    wide = table.new_zeros(table.shape[0], max(width, 2 * table.shape[1]))
+    wide[:, : table.shape[1]] = table
+    return wide

@@ -1,0 +1,126 @@
+"""One rank: model, arena and row table; carries out one StepPlan after another. It never decides anything."""
+
+import time
+
+import torch
+from torch import Tensor
+
+from inkcap.base.config import EngineConfig
+from inkcap.base.errors import EngineFault
+from inkcap.base.request import Logprobs
+from inkcap.base.sampling import TokenRules, token_rules
+from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
+from inkcap.cache.arena import Arena
+from inkcap.models.base import Model
+from inkcap.ops.dispatch import bind
+from inkcap.parallel.comm import Comm
+from inkcap.runner.build import Step, build
+from inkcap.runner.memory import plan_memory
+from inkcap.runner.table import RowTable
+from inkcap.sampling.logprobs import logprobs
+from inkcap.sampling.sampler import Sampler
+
+LOGITS_BYTES = 64 << 20  # of prompt log-probabilities at a time: a chunk's logits at once would be gigabytes
+
+
+class Worker:
+    """A rank that is ready to run. Every rank of a group runs the same plans and gets the same results."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        comm: Comm,
+        *,
+        device: torch.device | None = None,
+        dtype: str = "float32",
+        rules: TokenRules | None = None,
+    ) -> None:
+        """Take a built model and make room for its state on `device` (None: the CPU).
+
+        `dtype` is reported only. `rules` defaults to those of the model's vocabulary. All ranks of `comm` construct at
+        the same time. Raises NotEnoughMemory when the cache does not fit.
+        """
+        self.device = device or torch.device("cpu")
+        if self.device.type == "cpu" and config.model.threads is not None:
+            torch.set_num_threads(config.model.threads)
+        bind(self.device, config.ops)
+        self.model = model
+        self.dtype = dtype
+        self.rules = token_rules(model.vocab_size) if rules is None else rules
+        memory = plan_memory(config, model, comm, self.device)
+        self.groups = memory.groups  # the cache groups, for the scheduler
+        self.blocks = memory.blocks  # blocks per group, block 0 included
+        self.max_length = memory.max_length  # tokens
+        self.arena = Arena(model.states, self.blocks, self.device)
+        sizes = {group.name: group.block for group in self.groups}
+        self.table = RowTable(config.sched.rows, sizes, model.vocab_size, self.rules, self.device)
+        self.sampler = Sampler(self.rules.banned, self.device)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Carry out one step. Raises EngineFault, naming the step, when anything in it fails; the rank is then done."""
+        began = time.perf_counter()
+        try:
+            rows = self._run(plan)
+        except Exception as error:
+            raise EngineFault(f"step {plan.step} failed: {type(error).__name__}: {error}") from error
+        return StepResult(step=plan.step, rows=rows, seconds=time.perf_counter() - began)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> list[RowResult]:
+        table = self.table
+        table.close(plan.closed)
+        table.open(plan.opened)
+        table.place(plan.blocks)
+        self.arena.copy(plan.moves)
+        if not plan.work:
+            return []
+        step = build(plan, table, self.arena.planes)
+        hidden = self.model.forward(step.batch)  # [T, D]
+        prompts = self._prompt_logprobs(plan, step, hidden)
+        tokens, found = self._sample(plan, step, hidden)
+        return [
+            RowResult(
+                row=work.row,
+                tokens=tokens[place],
+                logprobs=found.get(place),
+                prompt_logprobs=prompts.get(place),
+            )
+            for place, work in enumerate(plan.work)
+        ]
+
+    def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> tuple[list[list[int]], dict[int, list[Logprobs]]]:
+        """Drawn tokens of each entry of the work, and log-probabilities by entry."""
+        drawn: list[list[int]] = [[] for _ in plan.work]
+        if not step.sampling:
+            return drawn, {}
+        rows = [plan.work[place].row for place in step.sampling]
+        logits = self.model.head(hidden[step.batch.sampled])  # [S, V]
+        sampled = self.sampler.draw(logits, self.table.draws(rows))
+        self.table.append(rows, sampled.tokens)
+        found: dict[int, list[Logprobs]] = {}
+        for place, token, entry in zip(step.sampling, sampled.tokens.tolist(), sampled.logprobs, strict=True):
+            drawn[place] = [token]
+            if entry is not None:
+                found[place] = [entry]
+        return drawn, found
+
+    def _prompt_logprobs(self, plan: StepPlan, step: Step, hidden: Tensor) -> dict[int, list[Logprobs | None]]:
+        """By entry of the work: log-probabilities of the prompt tokens that its chunk predicts."""
+        found: dict[int, list[Logprobs | None]] = {}
+        slice_tokens = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
+        for place, work in enumerate(plan.work):
+            setup = self.table.setup(work.row)
+            count = setup.params.prompt_logprobs
+            if count is None or not isinstance(work, Chunk):
+                continue
+            last = min(work.stop, setup.prompt_length - 1)  # the last prompt token predicts no prompt token
+            entries: list[Logprobs | None] = []
+            for start in range(work.start, last, slice_tokens):
+                stop = min(start + slice_tokens, last)
+                offset = step.batch.packing.spans[place][0] - work.start
+                logits = self.model.head(hidden[start + offset : stop + offset])
+                targets = self.table.tokens[work.row, start + 1 : stop + 1].long()
+                entries += logprobs(logits, targets, [count] * (stop - start))
+            found[place] = entries
+        return found
