@@ -1,7 +1,7 @@
 """The only thing a layer gets besides its input: every device-side input of one step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -24,9 +24,10 @@ class Batch:
 
     def at(self, visit: int) -> "Batch":
         """The same step as the layer of `visit` sees it."""
-        return replace(self, bound=visit)
+        return Batch(self.ids, self.packing, self.sampled, self.views, self.planes, visit)
 
     def view(self, group: str) -> GroupView:
         """The bound visit's view of `group`."""
         assert self.bound is not None, "Batch.view needs Batch.at(visit) first"
-        return replace(self.views[group], planes=self.planes[self.bound][group])
+        view = self.views[group]
+        return GroupView(view.block, view.table, view.slots, self.planes[self.bound][group], view.memo)

@@ -10,12 +10,16 @@ Parameters are plain tensors, allocated empty: no autograd, no registry, no `sta
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from inkcap.ops import linear
+from inkcap.layers.batch import Batch
+from inkcap.layers.sconv import ShortConv
+from inkcap.ops.linear.ref import project, settle
+from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Normed
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Share, Slot, split
+from inkcap.parallel.slot import Share, Slot
 
 
 def prefixed(prefix: str, slots: Mapping[str, Slot]) -> dict[str, Slot]:
@@ -23,8 +27,8 @@ def prefixed(prefix: str, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     return {f"{prefix}.{name}": slot for name, slot in slots.items()}
 
 
-class MergedColumn:
-    """Several matrices that read the same rows, stacked into one product: [q | k | v | r].
+class Columns:
+    """One or several matrices that read the same rows, stacked into one product: [q | k | v | r].
 
     `parts` maps a name to the share of output columns this rank holds of that matrix.
     """
@@ -33,7 +37,9 @@ class MergedColumn:
         self.inputs = inputs
         self.parts = dict(parts)
         self.widths = [share.count for share in parts.values()]
-        self.weight = torch.empty(sum(self.widths), inputs, dtype=dtype, device=device)  # [columns of all parts, inputs]
+        self.weight = torch.empty(
+            sum(self.widths), inputs, dtype=dtype, device=device
+        )  # [columns of all parts, inputs]
 
     def slots(self) -> dict[str, Slot]:
         """`NAME.weight` for each part, [columns, inputs]."""
@@ -45,4 +51,30 @@ class MergedColumn:
 
     def __call__(self, rows: Normed) -> tuple[Tensor, ...]:
         """Normed rows [T, inputs] to one [T, columns] per part, views of one product."""
-        return linear.project(rows, self.weight).split_with_sizes(self.widths, dim=1)
+        return project(rows, self.weight).split_with_sizes(self.widths, 1)
+
+
+class Row:
+    """A sublayer's last matrix. Each rank multiplies its share of the inputs; the sum over ranks is the product."""
+
+    def __init__(self, inputs: Share, outputs: int, comm: Comm, dtype: torch.dtype, device: torch.device) -> None:
+        self.inputs = inputs
+        self.comm = comm
+        self.weight = torch.empty(outputs, inputs.count, dtype=dtype, device=device)
+
+    def slots(self) -> dict[str, Slot]:
+        """`weight` [outputs, inputs]."""
+        whole = (len(self.weight), self.inputs.whole)
+        return {"weight": Slot(self.weight, whole, dim=1, start=self.inputs.start)}
+
+    def settle(
+        self, rows: Tensor, residual: Tensor, conv: ShortConv, batch: Batch, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """residual + conv(product of rows [T, this rank's inputs] * scale) and its sums of squares, as `ops.settle`."""
+        view = batch.view("sconv")
+        if self.comm.size == 1:
+            return settle(rows, self.weight, residual, conv.taps, view, batch.packing, plane=conv.plane, scale=scale)
+        product = self.comm.all_reduce(F.linear(rows, self.weight))
+        if scale is not None:
+            product = (product.float() * scale).to(product.dtype)
+        return sconv(product, conv.taps, view, batch.packing, plane=conv.plane, residual=residual), None

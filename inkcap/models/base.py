@@ -6,15 +6,20 @@ from torch import Tensor
 
 from inkcap.cache.state import LayerState
 from inkcap.layers.batch import Batch
+from inkcap.parallel.slot import Slot
 
 
 class Model(Protocol):
-    """A built model on one rank, weights loaded."""
+    """A built model on one rank. Call it under torch.inference_mode(), after its slots are filled."""
 
     family: str  # "inkling", ...
     vocab_size: int  # ids below this exist; logits have this many columns
     max_length: int  # tokens
     states: list[LayerState]  # every visit's state; visits are numbered from 0
+
+    def slots(self) -> dict[str, Slot]:
+        """Every tensor of a checkpoint the model wants, by the model's own names, with this rank's part of it."""
+        ...
 
     def forward(self, batch: Batch) -> Tensor:
         """Run all layers, writing state through the batch's views. Returns normed hidden states [T, D]."""

@@ -1,8 +1,11 @@
 """What ops take besides tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from inkcap.ops.norm.ref import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,9 @@ class GroupView:
     table: Tensor  # [rows, blocks of a row] int32
     slots: Tensor  # [T] int64: block id * block + offset of each of the step's tokens; -1: not kept
     planes: tuple[Tensor, ...] = ()
+    memo: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+    """Index tensors that ops derive from the other fields once and use in every visit of the step. A view whose fields
+    change needs a new memo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +36,77 @@ class Packing:
     row_of: Tensor  # [T] int32: table row of each token
     positions: Tensor  # [T] int64: absolute position of each token
     spans: tuple[tuple[int, int, int, int], ...]  # per sequence on the host: (start, stop, row, first position)
+
+
+class Normed:
+    """Rows whose RMS norm is left to whoever multiplies them. Consumers on one device share the normed tensor."""
+
+    __slots__ = ("eps", "normed", "rows", "squares", "weight")
+
+    def __init__(self, rows: Tensor, weight: Tensor, eps: float, squares: Tensor | None = None) -> None:
+        self.rows = rows  # [T, C]
+        self.weight = weight  # [C] fp32
+        self.eps = eps
+        self.squares = squares  # [T] fp32 sums of squares of `rows`, where the op that made the rows left them
+        self.normed: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """The normed rows [T, C], computed on the first call."""
+        if self.normed is None:
+            self.normed = rms_norm(self.rows, self.weight, self.eps)
+        return self.normed
+
+
+@dataclass(frozen=True, slots=True)
+class LogScaling:
+    """Growth of attention logits with the query's position p: 1 + alpha * ln(max(1, (p + 1) / floor))."""
+
+    floor: float  # tokens
+    alpha: float
+
+    def factor(self, positions: Tensor) -> Tensor:
+        """[T] absolute positions to [T] fp32 factors."""
+        return 1.0 + self.alpha * torch.log(((positions + 1).float() / self.floor).clamp(min=1.0))
+
+    def active(self, packing: Packing) -> bool:
+        """Whether any factor of the step differs from 1."""
+        return any(first + stop - start > self.floor for start, stop, _, first in packing.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """What conditions the heads of one attention layer. D is the size of a head."""
+
+    k_taps: Tensor  # [kv heads * D, W] fp32
+    v_taps: Tensor  # [kv heads * D, W] fp32
+    q_norm: Tensor  # [D] fp32
+    k_norm: Tensor  # [D] fp32
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a query at position p scores a key at distance d = p - s behind it."""
+
+    scale: float  # of q . k
+    window: int | None  # keys with d >= window are not seen
+    bias: Tensor  # [states, extent]: relative states times this give the bias at d < extent; it is 0 beyond
+    scaling: LogScaling | None  # of the whole logit; the query comes scaled, the bias does not
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A router's decision for T tokens, K routed experts of each and S shared ones."""
+
+    choice: Tensor  # [T, K] int64, distinct in each row
+    weights: Tensor  # [T, K] fp32
+    gammas: Tensor  # [T, S] fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """What the down projections of the experts multiply."""
+
+    routed: Tensor  # [T, K, I]
+    shared: Tensor  # [T, S, I], gammas included
+    route: Routed

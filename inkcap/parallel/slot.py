@@ -1,4 +1,4 @@
-"""What a rank wants of a checkpoint: named places to fill, each with the part of the whole tensor that belongs there."""
+"""What a rank wants of a checkpoint: named places to fill, each with the part of a tensor that belongs there."""
 
 from dataclasses import dataclass
 

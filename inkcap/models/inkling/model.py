@@ -10,7 +10,193 @@ Slots of the model, with the shapes of the published tensors (V padded vocabular
     layers.N.attention.{k_sconv,v_sconv}.weight [channels, 1, W]
     layers.N.attention.rel.proj [d_rel, extent]
     layers.N.{attn_sconv,mlp_sconv}.weight [H, 1, W]
-    dense:   layers.N.mlp.w13.weight [2 I, H] rows interleaved   layers.N.mlp.w2.weight [H, I]   layers.N.mlp.global_scale [1]
-    experts: layers.N.mlp.router.{weight [E + S, H], bias [E], global_scale [1]}
-             layers.N.mlp.experts.{w13 [E, 2 I, H], w2 [E, H, I]}    layers.N.mlp.shared.{w13 [S, 2 I, H], w2 [S, H, I]}
+    dense:   layers.N.mlp.w13.weight [2 I, H] rows interleaved, .w2.weight [H, I], .global_scale [1]
+    experts: layers.N.mlp.router.weight [E + S, H], .router.bias [E], .router.global_scale [1]
+             layers.N.mlp.experts.w13 [E, 2 I, H], .experts.w2 [E, H, I], .shared.w13 [S, 2 I, H], .shared.w2 [S, H, I]
 """
+
+import torch
+from torch import Tensor
+
+from inkcap.cache.state import LayerState, Plane
+from inkcap.layers.attention import Heads, RelBias
+from inkcap.layers.batch import Batch
+from inkcap.layers.embed import Head, NormedEmbedding
+from inkcap.layers.experts import Experts
+from inkcap.layers.linear import Row, prefixed
+from inkcap.layers.mlp import GatedMlp
+from inkcap.layers.norm import RMSNorm
+from inkcap.layers.router import SinkRouter
+from inkcap.layers.sconv import ShortConv
+from inkcap.layers.stream import ResidualStream
+from inkcap.models.inkling.attention import Attention
+from inkcap.models.inkling.config import InklingConfig
+from inkcap.ops.values import LogScaling
+from inkcap.parallel.comm import Comm
+from inkcap.parallel.slot import Share, Slot
+
+KV_BLOCK = 64  # tokens
+CONV_BLOCK = 4  # tokens
+
+
+class DecoderLayer:
+    """Attention, then a dense MLP or experts; each is written to the stream through a convolution."""
+
+    def __init__(
+        self, attention: Attention, out: Row, mlp: GatedMlp | Experts, config: InklingConfig, device: torch.device
+    ) -> None:
+        channels, eps = config.hidden_size, config.rms_norm_eps
+        every = Share(0, channels, channels)  # these two convolve the sum over ranks, whole on every rank
+        self.attn_norm = RMSNorm(channels, eps, device)
+        self.attention = attention
+        self.attn_out = out
+        self.attn_sconv = ShortConv(every, config.sconv_kernel_size, 2, device)
+        self.mlp_norm = RMSNorm(channels, eps, device)
+        self.mlp = mlp
+        self.mlp_sconv = ShortConv(every, config.sconv_kernel_size, 3, device)
+
+    def slots(self) -> dict[str, Slot]:
+        """One layer's slots; see the top of the file."""
+        parts = {
+            "attn_norm": self.attn_norm,
+            "attention": self.attention,
+            "attn_out": self.attn_out,
+            "attn_sconv": self.attn_sconv,
+            "mlp_norm": self.mlp_norm,
+            "mlp": self.mlp,
+            "mlp_sconv": self.mlp_sconv,
+        }
+        return {key: slot for name, part in parts.items() for key, slot in prefixed(name, part.slots()).items()}
+
+    def forward(self, stream: ResidualStream, batch: Batch) -> None:
+        """One visit."""
+        stream.write(self.attention(stream.read(self.attn_norm), batch), self.attn_out, self.attn_sconv, batch)
+        stream.write(self.mlp(stream.read(self.mlp_norm)), self.mlp, self.mlp_sconv, batch)
+
+
+class Inkling:
+    """The text model on one rank of `comm`. Parameters are empty until the slots are filled.
+
+    Raises ConfigInvalid when the ranks cannot share the heads, widths or words evenly.
+    """
+
+    family = "inkling"
+
+    def __init__(self, config: InklingConfig, comm: Comm, dtype: torch.dtype, device: torch.device) -> None:
+        self.vocab_size = config.unpadded_vocab_size
+        self.max_length = config.max_length
+        self.embed = NormedEmbedding(config.vocab_size, config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.layers = [build_layer(config, layer, comm, dtype, device) for layer in range(config.num_hidden_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.output = Head(
+            config.vocab_size,
+            config.unpadded_vocab_size,
+            config.hidden_size,
+            1.0 / config.logits_mup_width_multiplier,
+            comm,
+            dtype,
+            device,
+        )
+        name = str(dtype).removeprefix("torch.")
+        self.states = [
+            state for visit, layer in enumerate(self.layers) for state in declare(config, visit, layer.attention, name)
+        ]
+
+    def slots(self) -> dict[str, Slot]:
+        """Every tensor the model wants; see the top of the file."""
+        layers = {f"layers.{n}": layer.slots() for n, layer in enumerate(self.layers)}
+        return {
+            **prefixed("embed", self.embed.slots()),
+            **{key: slot for name, slots in layers.items() for key, slot in prefixed(name, slots).items()},
+            **prefixed("norm", self.norm.slots()),
+            **prefixed("head", self.output.slots()),
+        }
+
+    def forward(self, batch: Batch) -> Tensor:
+        """All layers over the step's T tokens: hidden states [T, H] after the final norm."""
+        stream = ResidualStream(self.embed(batch.ids))
+        for visit, layer in enumerate(self.layers):
+            layer.forward(stream, batch.at(visit))
+        return stream.read(self.norm).tensor()
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states [S, H] to logits [S, vocab_size] in fp32, whole on every rank."""
+        return self.output(hidden)
+
+
+def build_layer(
+    config: InklingConfig, layer: int, comm: Comm, dtype: torch.dtype, device: torch.device
+) -> DecoderLayer:
+    """One decoder layer of the kind its number says."""
+    if config.local(layer):
+        heads = Heads.on(comm, config.swa_num_attention_heads, config.swa_num_key_value_heads, config.swa_head_dim)
+        window, extent, scaling = config.sliding_window_size, config.sliding_window_size, None
+    else:
+        heads = Heads.on(comm, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        window, extent, scaling = None, config.rel_extent, None
+        if config.log_scaling_n_floor is not None:
+            scaling = LogScaling(config.log_scaling_n_floor, config.log_scaling_alpha)
+    attention = Attention(
+        config.hidden_size,
+        heads,
+        RelBias(config.d_rel, extent, dtype, device),
+        config.sconv_kernel_size,
+        config.rms_norm_eps,
+        window,
+        scaling,
+        dtype,
+        device,
+    )
+    out = Row(heads.query.times(heads.size), config.hidden_size, comm, dtype, device)
+    return DecoderLayer(attention, out, build_mlp(config, layer, comm, dtype, device), config, device)
+
+
+def build_mlp(
+    config: InklingConfig, layer: int, comm: Comm, dtype: torch.dtype, device: torch.device
+) -> GatedMlp | Experts:
+    """Dense in the first layers, experts behind them."""
+    if config.dense(layer):
+        return GatedMlp(config.hidden_size, config.dense_intermediate_size, comm, dtype, device)
+    router = SinkRouter(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.n_shared_experts,
+        config.num_experts_per_tok,
+        config.route_scale,
+        dtype,
+        device,
+    )
+    return Experts(
+        router,
+        config.hidden_size,
+        config.n_routed_experts,
+        config.n_shared_experts,
+        config.expert_intermediate_size,
+        comm,
+        dtype,
+        device,
+    )
+
+
+def declare(config: InklingConfig, visit: int, attention: Attention, dtype: str) -> list[LayerState]:
+    """What one layer keeps: keys and values in `full` or `window`, four convolution inputs in `sconv`."""
+    kv, size = attention.heads.kv.count, attention.heads.size
+    channels = {"k": kv * size, "v": kv * size, "attn": config.hidden_size, "mlp": config.hidden_size}
+    return [
+        LayerState(
+            group=attention.group,
+            visit=visit,
+            planes=(Plane("k", (kv, size), dtype), Plane("v", (kv, size), dtype)),
+            window=attention.scores.window,
+            block=KV_BLOCK,
+            reads_own_step=True,
+        ),
+        LayerState(
+            group="sconv",
+            visit=visit,
+            planes=tuple(Plane(name, (count,), dtype) for name, count in channels.items()),
+            window=config.sconv_kernel_size,
+            block=CONV_BLOCK,
+            reads_own_step=False,
+        ),
+    ]

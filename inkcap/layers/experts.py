@@ -1,0 +1,67 @@
+"""Routed and shared experts. Their widths are spread over ranks; every rank has a slab of every expert."""
+
+import torch
+from torch import Tensor
+
+from inkcap.layers.batch import Batch
+from inkcap.layers.linear import prefixed
+from inkcap.layers.router import SinkRouter
+from inkcap.layers.sconv import ShortConv
+from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up
+from inkcap.ops.sconv.ref import sconv
+from inkcap.ops.values import Activated, Normed
+from inkcap.parallel.comm import Comm
+from inkcap.parallel.slot import Slot, split
+
+
+class Experts:
+    """`router` chooses among `experts` gated MLPs of `units` each; `shared` more of that width serve every token."""
+
+    def __init__(
+        self,
+        router: SinkRouter,
+        channels: int,
+        experts: int,
+        shared: int,
+        units: int,
+        comm: Comm,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.router = router
+        self.comm = comm
+        self.units = split(units, comm, "width of an expert")
+        mine = self.units.count
+        self.w13 = torch.empty(experts, 2 * mine, channels, dtype=dtype, device=device)  # rows interleaved
+        self.w2 = torch.empty(experts, channels, mine, dtype=dtype, device=device)
+        self.shared_w13 = torch.empty(shared, 2 * mine, channels, dtype=dtype, device=device)
+        # the shared down projections are one product with inner size shared * units
+        self.shared_w2 = torch.empty(channels, shared, mine, dtype=dtype, device=device)
+
+    def slots(self) -> dict[str, Slot]:
+        """`router.*`, `experts.{w13 [E, 2 I, C], w2 [E, C, I]}` and the same two under `shared` for S experts."""
+        rows, columns = self.units.times(2), self.units
+        experts, shared, channels = len(self.w13), len(self.shared_w13), self.w13.shape[2]
+        return {
+            **prefixed("router", self.router.slots()),
+            "experts.w13": Slot(self.w13, (experts, rows.whole, channels), dim=1, start=rows.start),
+            "experts.w2": Slot(self.w2, (experts, channels, columns.whole), dim=2, start=columns.start),
+            "shared.w13": Slot(self.shared_w13, (shared, rows.whole, channels), dim=1, start=rows.start),
+            "shared.w2": Slot(
+                self.shared_w2.transpose(0, 1), (shared, channels, columns.whole), dim=2, start=columns.start
+            ),
+        }
+
+    def __call__(self, rows: Normed) -> Activated:
+        """Normed rows [T, C] to the activations of this rank's slab of the chosen and the shared experts."""
+        return experts_up(rows, self.router(rows), self.w13, self.shared_w13)
+
+    def settle(self, act: Activated, residual: Tensor, conv: ShortConv, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """residual + conv(sum over experts) and its sums of squares, as `ops.experts_settle`."""
+        view = batch.view("sconv")
+        if self.comm.size == 1:
+            return experts_settle(
+                act, self.w2, self.shared_w2, residual, conv.taps, view, batch.packing, plane=conv.plane
+            )
+        product = self.comm.all_reduce(experts_down(act, self.w2, self.shared_w2))
+        return sconv(product, conv.taps, view, batch.packing, plane=conv.plane, residual=residual), None

@@ -1,0 +1,23 @@
+"""RMS norm as a layer: it marks rows to be normed and leaves the arithmetic to their consumer."""
+
+import torch
+from torch import Tensor
+
+from inkcap.ops.values import Normed
+from inkcap.parallel.slot import Slot
+
+
+class RMSNorm:
+    """Weight [C], fp32 because the norm is computed so; every rank holds all of it."""
+
+    def __init__(self, channels: int, eps: float, device: torch.device) -> None:
+        self.weight = torch.empty(channels, dtype=torch.float32, device=device)
+        self.eps = eps
+
+    def slots(self) -> dict[str, Slot]:
+        """`weight` [C]."""
+        return {"weight": Slot(self.weight, tuple(self.weight.shape))}
+
+    def __call__(self, rows: Tensor, squares: Tensor | None = None) -> Normed:
+        """rows [T, C] and, where known, their sums of squares [T]."""
+        return Normed(rows, self.weight, self.eps, squares)

@@ -1,0 +1,27 @@
+"""The ops, one import per line. Importing this package declares all ops and implementations; `dispatch.bind` chooses."""
+
+from inkcap.ops.act import ref as act_ref
+from inkcap.ops.attention import ref as attention_ref
+from inkcap.ops.attn_prep import ref as attn_prep_ref
+from inkcap.ops.blocks import ref as blocks_ref
+from inkcap.ops.experts import ref as experts_ref
+from inkcap.ops.linear import ref as linear_ref
+from inkcap.ops.norm import ref as norm_ref
+from inkcap.ops.router import ref as router_ref
+from inkcap.ops.sample import cpu as sample_cpu
+from inkcap.ops.sample import ref as sample_ref
+from inkcap.ops.sconv import ref as sconv_ref
+
+__all__ = [
+    "act_ref",
+    "attention_ref",
+    "attn_prep_ref",
+    "blocks_ref",
+    "experts_ref",
+    "linear_ref",
+    "norm_ref",
+    "router_ref",
+    "sample_cpu",
+    "sample_ref",
+    "sconv_ref",
+]

@@ -1,0 +1,19 @@
+"""Gated activations over interleaved halves."""
+
+import torch
+from torch import Tensor
+
+from inkcap.ops.dispatch import op
+
+
+@op
+def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """silu(gate) * up * scale, fp32 inside and rounded once.
+
+    x: [..., 2 I], gate and up of one unit side by side: g0 u0 g1 u1 ...; scale: [...] fp32. Returns [..., I].
+    """
+    gate, up = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    out = gate * torch.sigmoid(gate) * up
+    if scale is not None:
+        out = out * scale.unsqueeze(-1)
+    return out.to(x.dtype)

@@ -1,0 +1,50 @@
+"""Products with what stands around them: the norm before, and behind it the convolution and the residual addition."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inkcap.ops.dispatch import op
+from inkcap.ops.sconv.ref import sconv
+from inkcap.ops.values import GroupView, Normed, Packing
+
+LOGIT_COLUMNS = 16384  # words at once: bounds the fp32 copy of a bf16 head
+
+
+@op
+def project(rows: Normed, weight: Tensor) -> Tensor:
+    """Normed rows [T, C] times `weight` [N, C]: [T, N]. The normed rows are rounded to their dtype first."""
+    return F.linear(rows.tensor(), weight)
+
+
+@op
+def settle(
+    rows: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    taps: Tensor,
+    view: GroupView,
+    packing: Packing,
+    *,
+    plane: int,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The end of a sublayer: residual + sconv(rows weight^T * scale). Rounds after each of the three.
+
+    rows: [T, N]; weight: [C, N]; residual: [T, C], not changed; scale: [1] fp32; taps, view and plane as in `sconv`.
+    Returns the new residual [T, C] and its sums of squares [T] fp32, or None where whoever norms it computes them.
+    """
+    product = F.linear(rows, weight)
+    if scale is not None:
+        product = (product.float() * scale).to(product.dtype)
+    return sconv(product, taps, view, packing, plane=plane, residual=residual), None
+
+
+@op
+def logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """hidden [S, C] times `weight` [V, C], times `scale`: [S, V], accumulated and returned in fp32."""
+    out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
+    for start in range(0, len(weight), LOGIT_COLUMNS):
+        part = weight[start : start + LOGIT_COLUMNS]
+        out[:, start : start + len(part)] = F.linear(hidden.float(), part.float())
+    return out.mul_(scale)

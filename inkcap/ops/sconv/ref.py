@@ -1,0 +1,44 @@
+"""Short causal convolution of packed tokens over paged history."""
+
+import torch
+from torch import Tensor
+
+from inkcap.ops import paged
+from inkcap.ops.dispatch import op
+from inkcap.ops.values import GroupView, Packing
+
+
+@op
+def sconv(
+    x: Tensor,
+    taps: Tensor,
+    view: GroupView,
+    packing: Packing,
+    *,
+    plane: int,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y[t] = (x[t] + sum_i taps[i] x[t - W + 1 + i]) * scale, fp32 inside, rounded once; then + residual, rounded.
+
+    x: [T, C] of the plane's dtype; taps: [C, W], the last one for the token itself, or [T, heads, W], one set per token
+    and group of C / heads channels. Inputs of this step come from x, older ones from `view.planes[plane]`
+    [blocks, block, C], and are zero before position 0. Writes x at each token's slot. Returns [T, C].
+    """
+    width = taps.shape[-1]
+    channels = x.shape[1]
+    out = torch.empty_like(x)
+    for start, stop, row, first in packing.spans:
+        past = paged.read(view, plane, row, first - width + 1, first)  # [W - 1, C]
+        inputs = torch.cat([past, x[start:stop]]).float()  # [W - 1 + n, C]
+        total = inputs[width - 1 :]
+        for i in range(width):
+            tap = (
+                taps[:, i]
+                if taps.dim() == 2
+                else taps[start:stop, :, i].repeat_interleave(channels // taps.shape[1], 1)
+            )
+            total = total + inputs[i : i + stop - start] * tap.float()
+        out[start:stop] = (total * scale).to(x.dtype)
+    paged.store(view, plane, x)
+    return out if residual is None else residual + out
