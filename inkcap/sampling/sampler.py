@@ -42,9 +42,9 @@ class Sampler:
             logits[:, self.banned] = -torch.inf
         for place, extras in draws.extras.items():
             _mask(logits[place], extras, draws.known[place])
-        tokens = sample(logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seeds, draws.positions)
-        if not logits.gather(1, tokens[:, None]).isfinite().all():
+        if not logits.amax(1).isfinite().all():  # NaN wins every maximum
             raise ValueError("the model gave logits that are not finite")
+        tokens = sample(logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seeds, draws.positions)
         found: list[Logprobs | None] = [None] * len(draws.logprobs)
         if raw is not None:
             counts = [count for count in draws.logprobs if count is not None]
