@@ -1,0 +1,300 @@
+"""The scheduler's only door to the cache: match, reserve, advance, resume_set, release. Nothing else decides on blocks.
+
+Plans run in the order they were made. So a block may go to another row as soon as the row that had it lets go, even
+while a step that still writes to it is in flight: the new owner's writes come later. What is published is settled: no
+step made before or after writes to it again.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from inkcap.base.errors import NotEnoughMemory, SetupError
+from inkcap.base.step import BlockEntry, BlockMove
+from inkcap.cache.group import CacheGroup
+from inkcap.cache.plan import Load, least_blocks
+from inkcap.cache.pool import Pool
+from inkcap.cache.prefix import GRAIN, Chain, known_grains, resumable
+
+
+class Holding:
+    """The blocks of one sequence for one stay in a row.
+
+    `room` and `turn` are the two integers that most decode steps are compared with: a step that stops at or before
+    `room` needs no `reserve`, and `computed` below `turn` needs no `advance`.
+    """
+
+    __slots__ = ("chain", "computed", "edges", "room", "rooms", "row", "settled", "start", "tables", "tokens", "turn")
+
+    def __init__(self, tokens: list[int], chain: Chain | None, start: int, groups: int) -> None:
+        self.tokens = tokens  # the sequence's own list, which grows
+        self.chain = chain  # None: nothing of this sequence is published
+        self.start = start  # the first position that this stay computes; no earlier one is ever written
+        self.computed = start  # positions whose state is there and whose tokens are final
+        self.settled = start  # positions up to which everything worth it has been published
+        self.turn = start  # `advance` has something to do from here on
+        self.room = 0  # the least of `rooms`
+        self.rooms = [0] * groups  # per group, up to where the blocks suffice
+        self.tables: list[dict[int, int]] = [{} for _ in range(groups)]  # per group: position // block -> block
+        self.edges: set[int] = set()  # boundaries worth keeping besides every `keep_every`
+        self.row = -1  # set by the scheduler; -1 before and after
+
+
+class CacheManager:
+    """Pools of all groups, and who holds what. Single-threaded.
+
+    `blocks` counts block 0. `lag`: trailing positions whose state a drafter computes again. `lookahead`: tokens after a
+    position that its state depends on; a chain of K depths has lag K - 1 and lookahead K, no drafter has 0 and 0.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        blocks: dict[str, int],
+        *,
+        keep_every: int,
+        prefix: bool = True,
+        lag: int = 0,
+        lookahead: int = 0,
+        grain: int = GRAIN,
+    ) -> None:
+        if keep_every % grain:
+            raise SetupError(f"cache.keep_every is {keep_every}; it must be a multiple of {grain}")
+        for g in groups:
+            if grain % g.block:
+                raise SetupError(f"cache group {g.name}: a block of {g.block} tokens does not divide {grain}")
+        self.groups = tuple(groups)
+        self.pools = tuple(Pool(blocks[g.name]) for g in groups)
+        self._keep_every = keep_every
+        self._prefix = prefix
+        self._lag = lag
+        self._lookahead = lookahead
+        self._grain = grain
+        self._full = [i for i, g in enumerate(groups) if g.window is None]
+        # the group with the fewest published blocks first: it says no soonest
+        self._windowed = sorted(
+            (i for i, g in enumerate(groups) if g.window is not None), key=lambda i: groups[i].window or 0
+        )
+        self._entries: list[tuple[Holding, int, int, int]] = []
+        self._moves: list[tuple[Holding, BlockMove]] = []
+
+    # -- limits and gauges
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of the longest sequence that fits when it is alone; None if no group needs all of them."""
+        return min(((self.pools[i].blocks - 1) * self.groups[i].block for i in self._full), default=None)
+
+    @property
+    def usage(self) -> dict[str, float]:
+        """Fraction of each group's blocks that rows hold; findable blocks that nobody holds do not count."""
+        return {g.name: p.held / max(1, p.blocks - 1) for g, p in zip(self.groups, self.pools, strict=True)}
+
+    def require(self, load: Load) -> None:
+        """Raise NotEnoughMemory if one row alone could not run one chunk."""
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            need = 1 if group.window is None else least_blocks(group, load)
+            if pool.blocks - 1 < need:
+                raise NotEnoughMemory(
+                    f"cache group {group.name} has {pool.blocks - 1} blocks; one sequence needs {need} for a chunk of "
+                    f"{min(load.chunk, load.step_tokens)} tokens. Lower sched.chunk or raise cache.memory_bytes."
+                )
+
+    def admissible(self, holding: Holding, others: Iterable[Holding]) -> bool:
+        """Whether all known tokens of a sequence fit now, beside what `others` will take for theirs."""
+        held = [holding, *others]
+        for i in self._full:
+            block = self.groups[i].block
+            if sum(-(-len(h.tokens) // block) - len(h.tables[i]) for h in held) > self.pools[i].available:
+                return False
+        return True
+
+    # -- the five verbs
+
+    def chain(self, salt: str) -> Chain | None:
+        """The hashes of a sequence, to be kept as long as the sequence lives; None if prefixes are not reused."""
+        return Chain(salt, self._grain, self._lookahead) if self._prefix else None
+
+    def match(self, tokens: list[int], chain: Chain | None, prompt: int, *, reuse: bool = True) -> Holding:
+        """Hold the state of the longest known prefix of `tokens`; `Holding.start` is where to go on from.
+
+        At least the last token is left to compute. Where that one stands in a known block, the block is copied first
+        (a BlockMove in the next `drain`), since a shared block is never written. `prompt` is the prompt's length: its
+        end is a boundary worth keeping. `reuse=False` finds nothing, but what the sequence computes can be found.
+        """
+        if chain is None:
+            return Holding(tokens, None, 0, len(self.groups))
+        chain.extend(tokens)
+        grain = self._grain
+        known = len(chain.links)
+        for i in self._full:
+            known = min(known, known_grains(chain, self.groups[i], self.pools[i], grain))
+        holding = None
+        if reuse:
+            for boundary in range(known * grain, 0, -grain):
+                start = min(boundary, len(tokens) - 1)
+                if all(resumable(chain, self.groups[i], self.pools[i], start, self._lag) for i in self._windowed):
+                    holding = self._take_over(tokens, chain, start)
+                    if holding is not None:
+                        break
+        if holding is None:
+            holding = Holding(tokens, chain, 0, len(self.groups))
+        # the prompt's end, and where it parts from another one that got further than this one could resume
+        holding.edges = {(prompt - self._lookahead) // grain * grain, known * grain}
+        self._set_turn(holding)
+        return holding
+
+    def _take_over(self, tokens: list[int], chain: Chain, start: int) -> Holding | None:
+        """Hold what is needed to go on from `start`; None if there is no block left for a copy."""
+        holding = Holding(tokens, chain, start, len(self.groups))
+        copied: list[tuple[int, int]] = []
+        for i, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            table = holding.tables[i]
+            for index in group.blocks(group.resume_spans(start, self._lag)):
+                table[index] = pool.found[chain.key(group, index)]
+                pool.hold(table[index])
+            if start % group.block:
+                copied.append((i, start // group.block))
+            holding.rooms[i] = -(-start // group.block) * group.block
+        if any(self.pools[i].available == 0 for i, _ in copied):
+            self.release(holding)
+            return None
+        for i, index in copied:
+            source = holding.tables[i][index]
+            target = self.pools[i].take()
+            self._moves.append((holding, BlockMove(self.groups[i].name, source, target)))
+            self.pools[i].drop(source)  # whoever takes it writes after the copy
+            holding.tables[i][index] = target
+        holding.room = min(holding.rooms)
+        holding.settled = start // self._grain * self._grain
+        for i, table in enumerate(holding.tables):
+            self._entries += [(holding, i, index, block) for index, block in table.items()]
+        return holding
+
+    def reserve(self, holding: Holding, start: int, stop: int, earliest_next: int) -> bool:
+        """Blocks for a step that starts at `start` or later and stops at `stop` at the latest; all groups or none.
+
+        The step after it starts at `earliest_next` or later. False: nothing was taken.
+        """
+        if stop <= holding.room:
+            return True
+        self._drop_unreachable(holding)
+        wanted: list[tuple[int, list[int]]] = []
+        for i, group in enumerate(self.groups):
+            room = holding.rooms[i]
+            if stop <= room:
+                continue
+            # below `room` everything reachable is there already
+            spans = [
+                (max(lo, room), hi)
+                for lo, hi in self._step_spans(holding, group, start, stop, earliest_next)
+                if hi > room
+            ]
+            table = holding.tables[i]
+            missing = [index for index in group.blocks(spans) if index not in table]
+            if len(missing) > self.pools[i].available:
+                return False
+            wanted.append((i, missing))
+        for i, missing in wanted:
+            take, table = self.pools[i].take, holding.tables[i]
+            for index in missing:
+                table[index] = block = take()
+                self._entries.append((holding, i, index, block))
+            block_tokens = self.groups[i].block
+            holding.rooms[i] = -(-stop // block_tokens) * block_tokens
+        holding.room = min(holding.rooms)
+        return True
+
+    def advance(self, holding: Holding, computed: int) -> None:
+        """Positions below `computed` are there and final: publish what is worth it, drop what no window reaches."""
+        assert computed <= len(holding.tokens), f"{computed} positions computed of {len(holding.tokens)} tokens"
+        holding.computed = computed
+        if computed < holding.turn:
+            return
+        if holding.chain is not None:
+            self._publish(holding, holding.chain)
+        self._drop_unreachable(holding)
+        self._set_turn(holding)
+
+    def resume_set(self, holding: Holding) -> tuple[int, dict[str, list[tuple[int, int]]]]:
+        """A position to go on from elsewhere, and per group the (index, block) pairs that this takes.
+
+        The last `lag` positions are provisional and are computed again there, from final state: no lag further back.
+        """
+        position = max(0, min(holding.computed, len(holding.tokens) - 1) - self._lag)
+        blocks = {}
+        for group, table in zip(self.groups, holding.tables, strict=True):
+            indices = group.blocks(group.resume_spans(position, 0))
+            blocks[group.name] = [(index, table[index]) for index in indices]
+        return position, blocks
+
+    def release(self, holding: Holding) -> None:
+        """Let go of everything. Published blocks stay findable, the newest of a sequence being reused first."""
+        for pool, table in zip(self.pools, holding.tables, strict=True):
+            for block in reversed(table.values()):
+                pool.drop(block)
+            table.clear()
+        holding.row = -1
+        holding.room = 0
+
+    # -- what ranks must be told
+
+    def drain(self) -> tuple[dict[str, list[BlockEntry]], list[BlockMove]]:
+        """New table entries and copies since the last call, of holdings that have a row."""
+        entries: dict[str, list[BlockEntry]] = {}
+        for holding, i, index, block in self._entries:
+            if holding.row >= 0:
+                entries.setdefault(self.groups[i].name, []).append(BlockEntry(holding.row, index, block))
+        moves = [move for holding, move in self._moves if holding.row >= 0]
+        self._entries.clear()
+        self._moves.clear()
+        return entries, moves
+
+    # -- inside
+
+    def _step_spans(
+        self, holding: Holding, group: CacheGroup, start: int, stop: int, earliest_next: int
+    ) -> list[tuple[int, int]]:
+        spans = group.step_spans(start, stop, earliest_next, self._lag, self._keep_every)
+        if not group.reads_own_step:
+            for edge in holding.edges:
+                if start < edge <= stop:
+                    spans += group.resume_spans(edge, self._lag)
+        return spans
+
+    def _publish(self, holding: Holding, chain: Chain) -> None:
+        """Whole grains of full groups; of windowed ones the blocks that kept boundaries need."""
+        grain = self._grain
+        chain.extend(holding.tokens)
+        end = min((holding.computed - self._lag) // grain, len(chain.links)) * grain
+        for boundary in range(holding.settled + grain, end + 1, grain):
+            kept = boundary % self._keep_every == 0 or boundary in holding.edges
+            for group, pool, table in zip(self.groups, self.pools, holding.tables, strict=True):
+                if group.window is None:
+                    indices = range((boundary - grain) // group.block, boundary // group.block)
+                elif kept:
+                    indices = group.blocks(group.resume_spans(boundary, self._lag))
+                else:
+                    continue
+                for index in indices:
+                    pool.publish(table[index], chain.key(group, index))
+            holding.settled = boundary
+
+    def _drop_unreachable(self, holding: Holding) -> None:
+        """Drop blocks that neither a later step nor a boundary still to be published reads."""
+        oldest = max(0, holding.computed - 2 * self._lag)
+        for i in self._windowed:
+            group, table = self.groups[i], holding.tables[i]
+            first = group.first_needed(oldest) // group.block
+            gone = []
+            for index in table:
+                if index >= first:
+                    break
+                gone.append(index)
+            for index in gone:
+                self.pools[i].drop(table.pop(index))
+
+    def _set_turn(self, holding: Holding) -> None:
+        """The next grain that can be published; without a chain, the next one that is computed."""
+        if holding.chain is None:
+            holding.turn = (holding.computed // self._grain + 1) * self._grain
+        else:
+            holding.turn = holding.settled + self._grain + self._lag
