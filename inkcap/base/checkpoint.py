@@ -55,12 +55,24 @@ def find_checkpoint(
     return found
 
 
+def without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object of these pairs, for `json.loads`: a name that appears twice is a ValueError, not a silent choice."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name!r} appears twice in one object")
+            seen.add(name)
+    return value
+
+
 def read_json(file: Path) -> dict[str, object]:
     """A JSON object from a file. Raises CheckpointUnreadable."""
     try:
         if file.stat().st_size > JSON_BYTES:
             raise CheckpointUnreadable(f"{file} has {file.stat().st_size} bytes; at most {JSON_BYTES} are read")
-        value = json.loads(file.read_bytes(), object_pairs_hook=_without_repetition)
+        value = json.loads(file.read_bytes(), object_pairs_hook=without_repetition)
     except FileNotFoundError:
         raise CheckpointUnreadable(f"{file} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -140,14 +152,6 @@ def read_eos_ids(directory: Path) -> tuple[int, ...]:
             raise fields.wrong("eos_token_id", "a token id or a list of them")
         return tuple(ids)
     return ()
-
-
-def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice in one object")
-    return value
 
 
 def _cached(cache: Path, model: str, revision: str | None) -> str:
