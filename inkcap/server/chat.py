@@ -1,0 +1,202 @@
+"""`POST /v1/chat/completions`: messages in, an answer with thinking, text and tool calls out, streamed or whole."""
+
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inkcap.base.request import SamplingParams
+from inkcap.chat.output import Answer, ChatDelta, ChatOutput, LogprobReader, TokenLogprob
+from inkcap.chat.parse import Content, Event, Thought
+from inkcap.chat.render import Rendered
+from inkcap.server import replies
+from inkcap.server.body import JsonRoute, body_size
+from inkcap.server.generation import Run
+from inkcap.server.prompt import chat_prompt
+from inkcap.server.replies import ChatStreamChoice, ChatStreamDelta, Framer
+from inkcap.server.schema import ChatBody
+from inkcap.server.service import Service, service_of
+from inkcap.server.sse import EventStream, encode, unless_gone
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, body: ChatBody) -> Response:
+    """An answer to a conversation."""
+    service = service_of(request)
+    service.ready()
+    model = service.model(body.model)
+    body.refuse_unbuilt()
+    service.note_unknown(body.unknown())
+    prompt = await chat_prompt(service, body, body_size(request))
+    ids = prompt.token_ids[-body.truncate_prompt_tokens :] if body.truncate_prompt_tokens else prompt.token_ids
+    params = body.params(service.defaults)
+    identity = body.request_id or request.state.request_id
+    run = service.start([ids], params, request_id=identity, priority=body.priority, salt=body.cache_salt or "")
+    answering = Answering(service, body, run, prompt, params, f"chatcmpl-{identity}", model)
+    if body.stream:
+        return EventStream(answering.chunks(), answering.close)
+    try:
+        return await unless_gone(request.receive, answering.whole())
+    finally:
+        answering.close()
+
+
+class Answering:
+    """One request on its way from tokens to chunks or to a reply."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatBody,
+        run: Run,
+        prompt: Rendered,
+        params: SamplingParams,
+        identity: str,
+        model: str,
+    ) -> None:
+        self.service = service
+        self.body = body
+        self.run = run
+        self.identity = identity
+        self.model = model
+        self.created = int(time.time())
+        show_ids = body.return_tokens_as_token_ids
+        self.outputs = [ChatOutput(service.tokenizer, params, prompt, show_ids) for _ in run.tracks]
+
+    def close(self) -> None:
+        """Abort what still runs, and count what the parsers saw."""
+        self.run.close()
+        metrics = self.service.metrics
+        for output in self.outputs:
+            metrics.reasoning_tokens += output.reasoning_tokens
+            metrics.malformed_tool_calls += output.parser.malformed_calls
+            metrics.bare_text_blocks += output.parser.bare_texts
+            metrics.tool_call_parses += output.parser.calls + output.parser.malformed_calls
+        self.outputs = []
+
+    def usage(self) -> replies.Usage:
+        completion = sum(output.completion_tokens for output in self.outputs)
+        reasoning = sum(output.reasoning_tokens for output in self.outputs)
+        return self.run.usage(completion, reasoning)
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Events, as many as there are, whenever there are any."""
+        options = self.body.stream_options
+        usage = options is not None and options.include_usage
+        running = options is not None and options.continuous_usage_stats
+        framer = Framer("chat.completion.chunk", self.identity, self.created, self.model, usage)
+        opening = ChatStreamDelta(role="assistant", content="")
+        choices = [ChatStreamChoice(index, opening) for index in range(len(self.outputs))]
+        yield b"".join([framer.chunk([choice], self.usage() if running else None) for choice in choices])
+        async for arrived in self.run.arrivals():
+            out: list[bytes] = []
+            for index, deltas in arrived:
+                delta = self.outputs[index].feed(replies.merged(deltas))
+                if delta.abort:
+                    self.run.stop(index)
+                choices = self.choices(index, delta)
+                out += [framer.chunk([choice], self.usage() if running else None) for choice in choices]
+            if out:
+                yield b"".join(out)
+        if usage:
+            yield framer.chunk([], self.usage())
+
+    def choices(self, index: int, delta: ChatDelta) -> list[ChatStreamChoice]:
+        """The chunks' choices for one delta: one per event, and one for the end."""
+        found = [
+            ChatStreamChoice(index, stream_delta(event))
+            for event in delta.events
+            if self.body.include_reasoning or not isinstance(event, Thought)
+        ]
+        if (
+            not found
+            and delta.finish_reason is None
+            and (delta.logprobs or (self.body.return_token_ids and delta.tokens))
+        ):
+            found.append(ChatStreamChoice(index, ChatStreamDelta()))
+        if delta.finish_reason is not None:
+            found.append(
+                ChatStreamChoice(
+                    index,
+                    ChatStreamDelta(),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
+            )
+        if found and delta.logprobs is not None:
+            found[0].logprobs = replies.chat_logprobs(delta.logprobs)
+        if found and self.body.return_token_ids:
+            found[0].token_ids = delta.tokens
+        return found
+
+    async def whole(self) -> Response:
+        """The reply, once everything is there."""
+        parts = [Part() for _ in self.outputs]
+        async for arrived in self.run.arrivals():
+            for index, deltas in arrived:
+                delta = self.outputs[index].feed(replies.merged(deltas))
+                if delta.abort:
+                    self.run.stop(index)
+                parts[index].add(delta)
+        reply = replies.ChatReply(
+            self.identity,
+            self.created,
+            self.model,
+            [self.choice(index, part) for index, part in enumerate(parts)],
+            self.usage(),
+        )
+        first = self.run.tracks[0]
+        if self.body.prompt_logprobs is not None and first.prompt_logprobs is not None:
+            reader = LogprobReader(self.service.tokenizer, False, show_ids=self.body.return_tokens_as_token_ids)
+            reply.prompt_logprobs = replies.prompt_logprobs(reader.read(first.request.token_ids, first.prompt_logprobs))
+        if self.body.return_token_ids:
+            reply.prompt_token_ids = first.request.token_ids
+        return Response(encode(reply), media_type="application/json")
+
+    def choice(self, index: int, part: "Part") -> replies.ChatChoice:
+        answer = part.answer
+        thought = answer.reasoning if self.body.include_reasoning else None
+        calls = [replies.ToolCall(call.id, replies.CallFunction(call.name, call.arguments)) for call in answer.calls]
+        content = answer.content
+        if content is None and not calls:
+            content = ""
+        return replies.ChatChoice(
+            index,
+            replies.ChatMessage(content, thought, thought, calls),
+            replies.chat_logprobs(part.logprobs) if self.body.logprobs else None,
+            part.finish_reason,
+            part.stop_reason,
+            part.tokens if self.body.return_token_ids else msgspec.UNSET,
+        )
+
+
+class Part:
+    """One choice of a reply that is not streamed."""
+
+    def __init__(self) -> None:
+        self.answer = Answer()
+        self.logprobs: list[TokenLogprob] = []
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, delta: ChatDelta) -> None:
+        self.answer.add(delta.events)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def stream_delta(event: Event) -> ChatStreamDelta:
+    if isinstance(event, Content):
+        return ChatStreamDelta(content=event.text)
+    if isinstance(event, Thought):
+        return ChatStreamDelta(reasoning=event.text, reasoning_content=event.text)
+    function = replies.CallFunction(event.name, event.arguments)
+    return ChatStreamDelta(tool_calls=[replies.ToolCallDelta(event.index, function, event.id, "function")])
