@@ -21,10 +21,15 @@ def parse_effort(value: object, param: str = "reasoning_effort") -> float:
 
 
 def format_effort(effort: float) -> str:
-    """Two decimals at most, no trailing zeros. Rounds like the official renderer: 0.005 is `0`, 0.015 is `0.02`."""
+    """Two decimals at most, no trailing zeros.
+
+    Rounds as the official renderer was seen to: to thousandths, then to hundredths, halves to even; so 0.005 and
+    0.0054 are `0`, 0.0146 is `0.02`.
+    """
     if not (math.isfinite(effort) and 0 <= effort <= 1):
         raise BadRequest(f"thinking effort is {effort}; it goes from 0 to 1", "reasoning_effort")
-    return f"{round(effort * 100) / 100:.2f}".rstrip("0").rstrip(".")
+    hundredths = round(round(effort * 1000) / 10)
+    return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")
 
 
 def states_effort(messages: Sequence[object]) -> bool:

@@ -232,17 +232,16 @@ class ChatOutput(_Counted):
         """Append what stop strings leave of `new`."""
         for event in new:
             if isinstance(event, Content):
-                if text := self._filter(event.text):
-                    _append_text(events, text)
+                _append(events, Content(self._filter(event.text)))
             elif self._matched() is None:
-                events.append(event)
+                _append(events, event)
 
     def _end(self, events: list[Event]) -> None:
         if self._matched() is not None:
             return
         self._add(events, self.parser.finish())
-        if self._stops is not None and self._stops.matched is None and (held := self._stops.flush()):
-            _append_text(events, held)
+        if self._stops is not None and self._stops.matched is None:
+            _append(events, Content(self._stops.flush()))
 
     def _reason(self, delta: TokenDelta) -> str:
         if self._matched() is not None:
@@ -253,12 +252,17 @@ class ChatOutput(_Counted):
         return delta.finish.value
 
 
-def _append_text(events: list[Event], text: str) -> None:
+def _append(events: list[Event], event: Event) -> None:
+    """Pieces of the same kind in a row become one; empty ones are left out."""
     last = events[-1] if events else None
-    if isinstance(last, Content):
-        events[-1] = Content(last.text + text)
+    if isinstance(event, Call):
+        events.append(event)
+    elif not event.text:
+        return
+    elif isinstance(last, Content | Thought) and type(last) is type(event):
+        events[-1] = type(event)(last.text + event.text)
     else:
-        events.append(Content(text))
+        events.append(event)
 
 
 class Answer:
