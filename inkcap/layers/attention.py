@@ -38,8 +38,16 @@ class RelBias:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, r: Tensor, scores: Scores, group: str, batch: Batch, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    scores: Scores,
+    group: str,
+    batch: Batch,
+    sinks: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Heads [T, heads, D] and relative states [T, heads * states] to [T, heads * D]; see `ops/attention`."""
     states = r.unflatten(1, (-1, len(scores.bias)))
-    return attention(q, k, v, states, scores, batch.view(group), batch.packing, sinks)
+    return attention(q, k, v, states, scores, batch.view(group), batch.packing, sinks, gate)

@@ -118,8 +118,8 @@ class BlockStream:
         return Place(tuple(self.blocks), self.current())
 
     def resume(self, place: Place) -> None:
-        """Go on from `place`; what was written since is forgotten."""
-        self.undone = None
+        """Go on from `place`; the sums written since are forgotten, the state of their convolutions is kept."""
+        self.settle()
         self.blocks, self.partial = list(place.blocks), place.partial
 
     def tensors(self) -> tuple[Tensor, ...]:

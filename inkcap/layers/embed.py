@@ -28,7 +28,7 @@ class NormedEmbedding:
 
 
 class Head:
-    """Logits of the words that exist, times `scale`. The words are spread over ranks.
+    """Logits of the words that exist, times `scale`, under a soft cap if there is one. The words are spread over ranks.
 
     `vocabulary` counts the rows of the checkpoint's matrix, padding included; ids from `existing` on are padding.
     """
@@ -42,10 +42,12 @@ class Head:
         comm: Comm,
         dtype: torch.dtype,
         device: torch.device,
+        soft_cap: float | None = None,
     ) -> None:
         self.words = split(vocabulary, comm, "vocabulary")
         self.existing = existing
         self.scale = scale
+        self.soft_cap = soft_cap
         self.comm = comm
         self.weight = torch.empty(self.words.count, channels, dtype=dtype, device=device)
         self.used = self.weight if comm.size > 1 else self.weight[:existing]  # ranks gather equal parts, then cut
@@ -57,4 +59,4 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [S, C] to logits [S, existing] in fp32, whole on every rank."""
-        return self.comm.all_gather(logits(hidden, self.used, self.scale), 1)[:, : self.existing]
+        return self.comm.all_gather(logits(hidden, self.used, self.scale, self.soft_cap), 1)[:, : self.existing]

@@ -5,11 +5,18 @@ from torch import Tensor
 
 from inkcap.layers.batch import Batch
 from inkcap.layers.linear import prefixed
-from inkcap.layers.router import SinkRouter
+from inkcap.layers.router import SigmoidRouter, SinkRouter
 from inkcap.layers.sconv import ShortConv
-from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up
+from inkcap.ops.experts.ref import (
+    experts_down,
+    experts_settle,
+    experts_up,
+    routed_down,
+    routed_settle,
+    routed_up,
+)
 from inkcap.ops.sconv.ref import sconv
-from inkcap.ops.values import Activated, Normed
+from inkcap.ops.values import Activated, Caps, Normed, Routed
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Slot, split
 
@@ -56,7 +63,9 @@ class Experts:
         """Normed rows [T, C] to the activations of this rank's slab of the chosen and the shared experts."""
         return experts_up(rows, self.router(rows), self.w13, self.shared_w13)
 
-    def settle(self, act: Activated, residual: Tensor, conv: ShortConv, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def settle(
+        self, act: Activated, residual: Tensor | None, conv: ShortConv, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
         """residual + conv(sum over experts) and its sums of squares, as `ops.experts_settle`."""
         view = batch.view("sconv")
         if self.comm.size == 1:
@@ -65,3 +74,62 @@ class Experts:
             )
         product = self.comm.all_reduce(experts_down(act, self.w2, self.shared_w2))
         return sconv(product, conv.taps, view, batch.packing, plane=conv.plane, residual=residual), None
+
+
+class RoutedExperts:
+    """`router` chooses among `experts` gated MLPs of `units` each, whose activation has soft caps; none is shared."""
+
+    def __init__(
+        self,
+        router: SigmoidRouter,
+        channels: int,
+        experts: int,
+        units: int,
+        caps: Caps,
+        comm: Comm,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.router = router
+        self.caps = caps
+        self.comm = comm
+        self.units = split(units, comm, "width of an expert")
+        mine = self.units.count
+        self.w13 = torch.empty(experts, 2 * mine, channels, dtype=dtype, device=device)  # rows interleaved
+        self.w2 = torch.empty(experts, channels, mine, dtype=dtype, device=device)
+
+    def slots(self) -> dict[str, Slot]:
+        """`router.*`, `experts.w13` [E, 2 I, C] and `experts.w2` [E, C, I]."""
+        rows, columns, experts, channels = self.units.times(2), self.units, len(self.w13), self.w2.shape[1]
+        return {
+            **prefixed("router", self.router.slots()),
+            "experts.w13": Slot(self.w13, (experts, rows.whole, channels), dim=1, start=rows.start),
+            "experts.w2": Slot(self.w2, (experts, channels, columns.whole), dim=2, start=columns.start),
+        }
+
+    def __call__(self, rows: Normed) -> tuple[Tensor, Routed]:
+        """Normed rows [T, C] to the activations [T, K, this rank's units] of the chosen experts, and the choice."""
+        route = self.router(rows)
+        return routed_up(rows, route, self.w13, self.caps), route
+
+    def settle(
+        self, rows: tuple[Tensor, Routed], residual: Tensor | None, conv: ShortConv, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """residual + conv(sum over experts) and its sums of squares, as `ops.routed_settle`."""
+        act, route = rows
+        view = batch.view("sconv")
+        if self.comm.size == 1:
+            return routed_settle(
+                act,
+                route,
+                self.w2,
+                residual,
+                conv.taps,
+                view,
+                batch.packing,
+                plane=conv.plane,
+                conv_scale=conv.scale,
+            )
+        product = self.comm.all_reduce(routed_down(act, route, self.w2))
+        settled = sconv(product, conv.taps, view, batch.packing, plane=conv.plane, scale=conv.scale, residual=residual)
+        return settled, None

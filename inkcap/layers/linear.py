@@ -68,13 +68,24 @@ class Row:
         return {"weight": Slot(self.weight, whole, dim=1, start=self.inputs.start)}
 
     def settle(
-        self, rows: Tensor, residual: Tensor, conv: ShortConv, batch: Batch, scale: Tensor | None = None
+        self, rows: Tensor, residual: Tensor | None, conv: ShortConv, batch: Batch, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """residual + conv(product of rows [T, this rank's inputs] * scale) and its sums of squares, as `ops.settle`."""
         view = batch.view("sconv")
         if self.comm.size == 1:
-            return settle(rows, self.weight, residual, conv.taps, view, batch.packing, plane=conv.plane, scale=scale)
+            return settle(
+                rows,
+                self.weight,
+                residual,
+                conv.taps,
+                view,
+                batch.packing,
+                plane=conv.plane,
+                scale=scale,
+                conv_scale=conv.scale,
+            )
         product = self.comm.all_reduce(F.linear(rows, self.weight))
         if scale is not None:
             product = (product.float() * scale).to(product.dtype)
-        return sconv(product, conv.taps, view, batch.packing, plane=conv.plane, residual=residual), None
+        settled = sconv(product, conv.taps, view, batch.packing, plane=conv.plane, scale=conv.scale, residual=residual)
+        return settled, None

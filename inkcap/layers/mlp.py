@@ -33,6 +33,8 @@ class GatedMlp:
         """Normed rows [T, C] to activations [T, this rank's units]."""
         return swiglu(*self.w13(rows))
 
-    def settle(self, rows: Tensor, residual: Tensor, conv: ShortConv, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def settle(
+        self, rows: Tensor, residual: Tensor | None, conv: ShortConv, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
         """The last product and what follows it; see `Row.settle`."""
         return self.w2.settle(rows, residual, conv, batch, self.global_scale)

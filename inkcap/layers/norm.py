@@ -8,11 +8,15 @@ from inkcap.parallel.slot import Slot
 
 
 class RMSNorm:
-    """Weight [C], fp32 because the norm is computed so; every rank holds all of it."""
+    """Weight [C], fp32 because the norm is computed so; every rank holds all of it.
 
-    def __init__(self, channels: int, eps: float, device: torch.device) -> None:
+    The normed rows have `dtype`, or that of the rows.
+    """
+
+    def __init__(self, channels: int, eps: float, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.weight = torch.empty(channels, dtype=torch.float32, device=device)
         self.eps = eps
+        self.dtype = dtype
 
     def slots(self) -> dict[str, Slot]:
         """`weight` [C]."""
@@ -20,4 +24,4 @@ class RMSNorm:
 
     def __call__(self, rows: Tensor, squares: Tensor | None = None) -> Normed:
         """rows [T, C] and, where known, their sums of squares [T]."""
-        return Normed(rows, self.weight, self.eps, squares)
+        return Normed(rows, self.weight, self.eps, squares, self.dtype)

@@ -2,7 +2,7 @@
 
 import torch
 
-from inkcap.ops.router.ref import route_sink
+from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import Normed, Routed
 from inkcap.parallel.slot import Slot
 
@@ -36,3 +36,28 @@ class SinkRouter:
         return route_sink(
             rows, self.weight, self.bias, self.global_scale, top_k=self.top_k, route_scale=self.route_scale
         )
+
+
+class SigmoidRouter:
+    """Chooses by biased sigmoid; weights are normalised over the chosen. Every rank holds all of it and routes alike.
+
+    There are no shared experts.
+    """
+
+    def __init__(
+        self, channels: int, experts: int, top_k: int, route_scale: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.top_k = top_k
+        self.route_scale = route_scale
+        self.weight = torch.empty(experts, channels, dtype=dtype, device=device)
+        self.bias = torch.empty(experts, dtype=torch.float32, device=device)
+
+    def slots(self) -> dict[str, Slot]:
+        """`weight` [experts, C] and `bias` [experts]."""
+        return {
+            name: Slot(tensor, tuple(tensor.shape)) for name, tensor in (("weight", self.weight), ("bias", self.bias))
+        }
+
+    def __call__(self, rows: Normed) -> Routed:
+        """Normed rows [T, C] to choice and weights."""
+        return route_sigmoid(rows, self.weight, self.bias, top_k=self.top_k, route_scale=self.route_scale)

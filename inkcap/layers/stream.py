@@ -16,8 +16,10 @@ Value = TypeVar("Value", contravariant=True)
 class Settles(Protocol[Value]):
     """The last product of a sublayer, with the sum over ranks, the convolution and the addition behind it."""
 
-    def settle(self, rows: Value, residual: Tensor, conv: ShortConv, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The new residual [T, C] and, where computed, its sums of squares [T]."""
+    def settle(
+        self, rows: Value, residual: Tensor | None, conv: ShortConv, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """The new residual [T, C], or what begins one, and its sums of squares [T] where they were computed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The ops, one import per line. Importing this package declares all ops and implementations; `dispatch.bind` chooses."""
+"""The ops, one import per line. Importing this package declares ops and implementations; `dispatch.bind` chooses."""
 
 from inkcap.ops.act import ref as act_ref
 from inkcap.ops.attention import ref as attention_ref
@@ -6,6 +6,7 @@ from inkcap.ops.attn_prep import ref as attn_prep_ref
 from inkcap.ops.blocks import ref as blocks_ref
 from inkcap.ops.experts import ref as experts_ref
 from inkcap.ops.linear import ref as linear_ref
+from inkcap.ops.mix import ref as mix_ref
 from inkcap.ops.norm import ref as norm_ref
 from inkcap.ops.router import ref as router_ref
 from inkcap.ops.sample import cpu as sample_cpu
@@ -19,6 +20,7 @@ __all__ = [
     "blocks_ref",
     "experts_ref",
     "linear_ref",
+    "mix_ref",
     "norm_ref",
     "router_ref",
     "sample_cpu",

@@ -41,10 +41,13 @@ class Packing:
 class Normed:
     """Rows whose RMS norm is left to whoever multiplies them. Consumers on one device share the normed tensor."""
 
-    __slots__ = ("eps", "normed", "rows", "squares", "weight")
+    __slots__ = ("dtype", "eps", "normed", "rows", "squares", "weight")
 
-    def __init__(self, rows: Tensor, weight: Tensor, eps: float, squares: Tensor | None = None) -> None:
+    def __init__(
+        self, rows: Tensor, weight: Tensor, eps: float, squares: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         self.rows = rows  # [T, C]
+        self.dtype = rows.dtype if dtype is None else dtype  # of the normed rows, which are rounded once
         self.weight = weight  # [C] fp32
         self.eps = eps
         self.squares = squares  # [T] fp32 sums of squares of `rows`, where the op that made the rows left them
@@ -53,7 +56,7 @@ class Normed:
     def tensor(self) -> Tensor:
         """The normed rows [T, C], computed on the first call."""
         if self.normed is None:
-            self.normed = rms_norm(self.rows, self.weight, self.eps)
+            self.normed = rms_norm(self.rows, self.weight, self.eps).to(self.dtype)
         return self.normed
 
 
@@ -82,6 +85,28 @@ class HeadWeights:
     q_norm: Tensor  # [D] fp32
     k_norm: Tensor  # [D] fp32
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClipWeights:
+    """What conditions clipped heads of size D. Dynamic convolutions add to the taps, token by token."""
+
+    k_taps: Tensor  # [kv heads * D, W] fp32
+    v_taps: Tensor  # [kv heads * D, W] fp32
+    conv_scale: float  # of both convolutions
+    q_scale: Tensor  # [heads, D] fp32
+    r_scale: Tensor  # [heads, states] fp32
+    qk_limit: float  # longest q and k
+    r_limit: float  # longest relative state
+    eps: float  # of the norm of v
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Soft caps of a gated activation: cap * tanh(x / cap)."""
+
+    gate: float
+    up: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,15 @@ def attention(
     view: GroupView,
     packing: Packing,
     sinks: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """softmax(q . k * scale + bias) v, fp32 inside, one rounding at the end. Head h reads kv head h div group.
 
     q: [T, heads, D], log scaling applied; k, v: [T, kv heads, D], this step's; r: [T, heads, states], possibly a view
     with a row stride. Older keys and values are planes 0 and 1 of `view`, [blocks, block, kv heads, D]. The bias
-    r @ scores.bias is rounded to r's dtype, then again after log scaling. sinks: [T, heads] fp32, logits of a key
-    without a value. Returns [T, heads * D].
+    r @ scores.bias is rounded to r's dtype, then again after log scaling. sinks: [T, heads], logits of a key
+    without a value. gate: [T, heads * D]; the result is multiplied by its sigmoid before rounding. Returns
+    [T, heads * D].
     """
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
@@ -46,5 +48,8 @@ def attention(
         if sinks is not None:
             z = torch.cat([z, sinks[start:stop].float().t().unsqueeze(2)], 2)
             values = torch.cat([values, torch.zeros_like(values[:1])])
-        out[start:stop] = torch.einsum("hnk,khd->nhd", z.softmax(-1), values).to(q.dtype)
+        heads = torch.einsum("hnk,khd->nhd", z.softmax(-1), values)
+        if gate is not None:
+            heads = heads * gate[start:stop].float().sigmoid().view_as(heads)
+        out[start:stop] = heads.to(q.dtype)
     return out.flatten(1)

@@ -1,12 +1,13 @@
 """From projections to what attention reads: convolutions of k and v, head norms, logarithmic scaling, cache write."""
 
+import torch
 from torch import Tensor
 
 from inkcap.ops import paged
 from inkcap.ops.dispatch import op
 from inkcap.ops.norm.ref import rms_norm
 from inkcap.ops.sconv.ref import sconv
-from inkcap.ops.values import GroupView, HeadWeights, LogScaling, Packing
+from inkcap.ops.values import ClipWeights, GroupView, HeadWeights, LogScaling, Packing
 
 
 @op
@@ -36,3 +37,46 @@ def attn_prep(
     paged.store(kv, 0, k)
     paged.store(kv, 1, v)
     return q, k, v
+
+
+def clip(x: Tensor, limit: float) -> Tensor:
+    """Each fp32 vector of the last axis scaled down to length `limit` when it is longer."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (limit / (length + 1e-6)).clamp(max=1.0)
+
+
+@op
+def attn_prep_clip(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    weights: ClipWeights,
+    conv: GroupView,
+    kv: GroupView,
+    packing: Packing,
+    scaling: LogScaling | None,
+    k_added: Tensor | None = None,
+    v_added: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Clipped heads: q and r after a learned scale, k without one; v is RMS-normed without a weight.
+
+    q: [T, heads * D]; k, v: [T, kv heads * D]; r: [T, heads * states]; any of them a view with a row stride. k_added,
+    v_added: [T, kv heads, W] fp32, added to the taps token by token. `conv` and `kv` as in attn_prep; writes all four
+    planes. Rounds after each convolution, each clip or norm, and the scaling of q and r. Returns q [T, heads, D], k and
+    v [T, kv heads, D], r [T, heads, states].
+    """
+    size = weights.q_scale.shape[1]
+    scale = weights.conv_scale
+    k = sconv(k, weights.k_taps, conv, packing, plane=0, scale=scale, added=k_added).unflatten(1, (-1, size))
+    v = sconv(v, weights.v_taps, conv, packing, plane=1, scale=scale, added=v_added).unflatten(1, (-1, size))
+    k = clip(k.float(), weights.qk_limit).to(k.dtype)
+    v = (v.float() * torch.rsqrt(v.float().square().mean(-1, keepdim=True) + weights.eps)).to(v.dtype)
+    q = clip(q.unflatten(1, (-1, size)).float() * weights.q_scale, weights.qk_limit).to(q.dtype)
+    r = clip(r.unflatten(1, (-1, weights.r_scale.shape[1])).float() * weights.r_scale, weights.r_limit).to(r.dtype)
+    if scaling is not None and scaling.active(packing):
+        factor = scaling.factor(packing.positions)[:, None, None]
+        q, r = (q.float() * factor).to(q.dtype), (r.float() * factor).to(r.dtype)
+    paged.store(kv, 0, k)
+    paged.store(kv, 1, v)
+    return q, k, v, r

@@ -1,12 +1,13 @@
 """Gated MLPs chosen per token, and the shared ones that every token uses."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inkcap.ops.act.ref import swiglu
+from inkcap.ops.act.ref import swiglu, swiglu_capped
 from inkcap.ops.dispatch import op
 from inkcap.ops.sconv.ref import sconv
-from inkcap.ops.values import Activated, GroupView, Normed, Packing, Routed
+from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Routed
 
 
 @op
@@ -43,7 +44,7 @@ def experts_settle(
     act: Activated,
     w2: Tensor,
     shared_w2: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     taps: Tensor,
     view: GroupView,
     packing: Packing,
@@ -52,3 +53,49 @@ def experts_settle(
 ) -> tuple[Tensor, Tensor | None]:
     """`settle` behind experts: residual + sconv(experts_down(act)). Returns as `settle` does."""
     return sconv(experts_down(act, w2, shared_w2), taps, view, packing, plane=plane, residual=residual), None
+
+
+@op
+def routed_up(rows: Normed, route: Routed, w13: Tensor, caps: Caps) -> Tensor:
+    """First half of routed experts alone: product and soft-capped activation, [T, K, I].
+
+    rows: [T, C]; w13: [E, 2 I, C], gate and up rows interleaved. The product is rounded before the activation.
+    """
+    x = rows.tensor()
+    up = x.new_empty(*route.choice.shape, w13.shape[1])  # [T, K, 2 I]
+    for expert in route.choice.unique().tolist():
+        token, place = (route.choice == expert).nonzero(as_tuple=True)
+        up[token, place] = F.linear(x[token], w13[expert])
+    return swiglu_capped(up, caps)
+
+
+@op
+def routed_down(act: Tensor, route: Routed, w2: Tensor) -> Tensor:
+    """Second half: sum over a token's experts of weight * product, in fp32, rounded once: [T, C].
+
+    act: [T, K, I]; w2: [E, C, I].
+    """
+    out = act.new_zeros(len(act), w2.shape[1], dtype=torch.float32)
+    for expert in route.choice.unique().tolist():
+        token, place = (route.choice == expert).nonzero(as_tuple=True)
+        product = F.linear(act[token, place], w2[expert]).float()
+        out.index_add_(0, token, product * route.weights[token, place].unsqueeze(1))
+    return out.to(act.dtype)
+
+
+@op
+def routed_settle(
+    act: Tensor,
+    route: Routed,
+    w2: Tensor,
+    residual: Tensor | None,
+    taps: Tensor,
+    view: GroupView,
+    packing: Packing,
+    *,
+    plane: int,
+    conv_scale: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """`settle` behind routed experts: residual + sconv(routed_down(act)) * conv_scale. Returns as `settle` does."""
+    product = routed_down(act, route, w2)
+    return sconv(product, taps, view, packing, plane=plane, scale=conv_scale, residual=residual), None

@@ -21,30 +21,36 @@ def project(rows: Normed, weight: Tensor) -> Tensor:
 def settle(
     rows: Tensor,
     weight: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     taps: Tensor,
     view: GroupView,
     packing: Packing,
     *,
     plane: int,
     scale: Tensor | None = None,
+    conv_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """The end of a sublayer: residual + sconv(rows weight^T * scale). Rounds after each of the three.
+    """The end of a sublayer: residual + sconv(rows weight^T * scale) * conv_scale. Rounds after each of the three.
 
-    rows: [T, N]; weight: [C, N]; residual: [T, C], not changed; scale: [1] fp32; taps, view and plane as in `sconv`.
-    Returns the new residual [T, C] and its sums of squares [T] fp32, or None where whoever norms it computes them.
+    rows: [T, N]; weight: [C, N]; residual: [T, C], not changed, fp32 where the sum is not to be rounded, None where it
+    begins here; scale: [1] fp32; taps, view and plane as in `sconv`. Returns the new residual [T, C] and its sums of
+    squares [T] fp32, or None where whoever norms it computes them.
     """
     product = F.linear(rows, weight)
     if scale is not None:
         product = (product.float() * scale).to(product.dtype)
-    return sconv(product, taps, view, packing, plane=plane, residual=residual), None
+    return sconv(product, taps, view, packing, plane=plane, scale=conv_scale, residual=residual), None
 
 
 @op
-def logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """hidden [S, C] times `weight` [V, C], times `scale`: [S, V], accumulated and returned in fp32."""
+def logits(hidden: Tensor, weight: Tensor, scale: float, soft_cap: float | None = None) -> Tensor:
+    """hidden [S, C] times `weight` [V, C], times `scale`: [S, V], accumulated and returned in fp32.
+
+    With a soft cap c they become c * tanh(logit / c).
+    """
     out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
     for start in range(0, len(weight), LOGIT_COLUMNS):
         part = weight[start : start + LOGIT_COLUMNS]
         out[:, start : start + len(part)] = F.linear(hidden.float(), part.float())
-    return out.mul_(scale)
+    out.mul_(scale)
+    return out if soft_cap is None else out.div_(soft_cap).tanh_().mul_(soft_cap)

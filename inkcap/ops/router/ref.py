@@ -24,3 +24,17 @@ def route_sink(
     chosen = F.logsigmoid(torch.cat([routed.gather(1, choice), shared], 1))
     weights = chosen.softmax(1) * (route_scale * global_scale)  # [T, K + S]
     return Routed(choice, weights[:, :top_k], weights[:, top_k:])
+
+
+@op
+def route_sigmoid(rows: Normed, weight: Tensor, bias: Tensor, *, top_k: int, route_scale: float) -> Routed:
+    """The top_k experts by sigmoid(logit) + bias, weighted by their sigmoids, which are normalised over the chosen.
+
+    rows: [T, C]; weight: [E, C]; bias: [E] fp32, for the choice only. All in fp32. Among equal scores the lowest index
+    wins. The weights of a token sum to route_scale; there are no shared experts, so gammas are [T, 0].
+    """
+    scores = F.linear(rows.tensor().float(), weight.float()).sigmoid()  # [T, E]
+    choice = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :top_k]
+    chosen = scores.gather(1, choice)
+    weights = chosen / (chosen.sum(1, keepdim=True) + 1e-20) * route_scale
+    return Routed(choice, weights, weights.new_empty(len(weights), 0))

@@ -18,11 +18,13 @@ def sconv(
     plane: int,
     scale: float = 1.0,
     residual: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """y[t] = (x[t] + sum_i taps[i] x[t - W + 1 + i]) * scale, fp32 inside, rounded once; then + residual, rounded.
 
     x: [T, C] of the plane's dtype; taps: [C, W], the last one for the token itself, or [T, heads, W], one set per token
-    and group of C / heads channels. Inputs of this step come from x, older ones from `view.planes[plane]`
+    and group of C / heads channels. added: [T, heads, W] to add to taps [C, W].
+    Inputs of this step come from x, older ones from `view.planes[plane]`
     [blocks, block, C], and are zero before position 0. Writes x at each token's slot. Returns [T, C].
     """
     width = taps.shape[-1]
@@ -38,6 +40,8 @@ def sconv(
                 if taps.dim() == 2
                 else taps[start:stop, :, i].repeat_interleave(channels // taps.shape[1], 1)
             )
+            if added is not None:
+                tap = tap + added[start:stop, :, i].repeat_interleave(channels // added.shape[1], 1)
             total = total + inputs[i : i + stop - start] * tap.float()
         out[start:stop] = (total * scale).to(x.dtype)
     paged.store(view, plane, x)
