@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "terminal": "base",
 }
 NO_TORCH = {"base", "sched", "chat", "server", "cache", "engine", "bench", "terminal"}
-TORCH_ALLOWED = {"cache/arena.py", "cache/host.py", "engine/executor.py"}
+TORCH_ALLOWED = {"cache/arena.py", "cache/host.py", "engine/rank.py"}
 GENERATION_FREE = set(MAY_IMPORT) - {"models", "chat", "base"}
 NEVER = {
     "transformers": "an oracle of the tests",
