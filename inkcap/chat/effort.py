@@ -28,7 +28,7 @@ def format_effort(effort: float) -> str:
     """
     if not (math.isfinite(effort) and 0 <= effort <= 1):
         raise BadRequest(f"thinking effort is {effort}; it goes from 0 to 1", "reasoning_effort")
-    hundredths = round(round(effort * 1000) / 10)
+    hundredths = round(round(effort * 1000) / 1000 * 100)
     return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")
 
 
