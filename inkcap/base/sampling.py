@@ -1,7 +1,7 @@
 """Ranges of sampling parameters, and which ids a model may produce. No torch: the server checks before it queues."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inkcap.base.errors import BadRequest
@@ -31,12 +31,16 @@ class TokenRules:
     banned: tuple[int, ...] = ()  # ids that are never generated
 
 
-def token_rules(vocab_size: int) -> TokenRules:
-    """The rules of the published vocabulary; none for any other size."""
+def token_rules(vocab_size: int, eos_ids: Iterable[int] = ()) -> TokenRules:
+    """The rules of a vocabulary. Only that of the published checkpoints bans ids and has stop ids of its own.
+
+    `eos_ids` are what a checkpoint states; they are added to the stop ids.
+    """
     if vocab_size != O200K_VOCABULARY:
-        return TokenRules()
-    banned = sorted(set(range(O200K_ORDINARY, O200K_VOCABULARY)) - set(O200K_GENERATED))
-    return TokenRules(stop=(END_SAMPLING, END_OF_TEXT), banned=tuple(banned))
+        return TokenRules(stop=tuple(sorted(set(eos_ids))))
+    stop = {END_SAMPLING, END_OF_TEXT, *eos_ids}
+    banned = set(range(O200K_ORDINARY, O200K_VOCABULARY)) - set(O200K_GENERATED)
+    return TokenRules(stop=tuple(sorted(stop)), banned=tuple(sorted(banned)))
 
 
 def stop_ids(params: SamplingParams, rules: TokenRules) -> frozenset[int]:

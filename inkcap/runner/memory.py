@@ -1,13 +1,12 @@
-"""How many bytes of state a rank may keep."""
+"""How many bytes of state a rank may keep, and what that becomes."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from inkcap.base.config import EngineConfig
-from inkcap.cache.arena import plane_bytes
-from inkcap.cache.group import CacheGroup
+from inkcap.base.errors import NotEnoughMemory
+from inkcap.cache.plan import Load, MemoryPlan, groups_of, plan_memory
 from inkcap.models.base import Model
 from inkcap.parallel.comm import Comm
 
@@ -15,25 +14,25 @@ CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded; the r
 GPU_SHARE = 0.8  # likewise; what is left holds the activations of the largest step
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Cache groups of a model on one rank, and the blocks each gets."""
+def plan_for(config: EngineConfig, model: Model, budget_bytes: int) -> MemoryPlan:
+    """Blocks for `model` within `budget_bytes` a rank.
 
-    groups: list[CacheGroup]
-    blocks: dict[str, int]  # block 0 included
-    max_length: int  # tokens a sequence may have
-
-
-def plan_memory(config: EngineConfig, model: Model, comm: Comm, device: torch.device) -> MemoryPlan:
-    """Divide the rank's budget among the model's groups."""
-    groups = []
-    for name in dict.fromkeys(state.group for state in model.states):
-        members = [state for state in model.states if state.group == name]
-        size = sum(plane_bytes(plane, state.block) for state in members for plane in state.planes)
-        groups.append(CacheGroup(name, members[0].block, size, members[0].window, members[0].reads_own_step))
-    share = budget(config, comm, device) // len(groups)
-    blocks = {group.name: share // group.block_bytes for group in groups}
-    return MemoryPlan(groups, blocks, min(model.max_length, config.model.max_length or model.max_length))
+    Raises NotEnoughMemory if running rows do not fit, or not the longest sequence that the configuration asks for.
+    """
+    load = Load(
+        rows=config.sched.rows,
+        step_tokens=config.sched.step_tokens,
+        chunk=config.sched.chunk,
+        keep_every=config.cache.keep_every,
+    )
+    most = min(model.max_length, config.model.max_length or model.max_length)
+    plan = plan_memory(groups_of(model.states), budget_bytes, load, max_length=most, prefix=config.cache.prefix)
+    if config.model.max_length is not None and plan.longest < most:
+        raise NotEnoughMemory(
+            f"a sequence of model.max_length = {most} tokens does not fit the cache, which holds {plan.longest} tokens "
+            f"in {budget_bytes / 2**20:.1f} MiB. Lower model.max_length or raise cache.memory_bytes."
+        )
+    return plan
 
 
 def budget(config: EngineConfig, comm: Comm, device: torch.device) -> int:

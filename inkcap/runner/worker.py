@@ -7,7 +7,7 @@ from torch import Tensor
 
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import EngineFault
-from inkcap.base.request import Logprobs
+from inkcap.base.request import EngineInfo, Logprobs
 from inkcap.base.sampling import TokenRules, token_rules
 from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
 from inkcap.cache.arena import Arena
@@ -15,7 +15,7 @@ from inkcap.models.base import Model
 from inkcap.ops.dispatch import bind
 from inkcap.parallel.comm import Comm
 from inkcap.runner.build import Step, build
-from inkcap.runner.memory import plan_memory
+from inkcap.runner.memory import budget, plan_for
 from inkcap.runner.table import RowTable
 from inkcap.sampling.logprobs import logprobs
 from inkcap.sampling.sampler import Sampler
@@ -33,7 +33,7 @@ class Worker:
         comm: Comm,
         *,
         device: torch.device | None = None,
-        dtype: str = "float32",
+        dtype: torch.dtype = torch.float32,
         rules: TokenRules | None = None,
     ) -> None:
         """Take a built model and make room for its state on `device` (None: the CPU).
@@ -42,20 +42,31 @@ class Worker:
         the same time. Raises NotEnoughMemory when the cache does not fit.
         """
         self.device = device or torch.device("cpu")
-        if self.device.type == "cpu" and config.model.threads is not None:
-            torch.set_num_threads(config.model.threads)
         bind(self.device, config.ops)
-        self.model = model
-        self.dtype = dtype
+        self.config, self.model = config, model
+        self.dtype = str(dtype).removeprefix("torch.")
         self.rules = token_rules(model.vocab_size) if rules is None else rules
-        memory = plan_memory(config, model, comm, self.device)
-        self.groups = memory.groups  # the cache groups, for the scheduler
-        self.blocks = memory.blocks  # blocks per group, block 0 included
-        self.max_length = memory.max_length  # tokens
-        self.arena = Arena(model.states, self.blocks, self.device)
+        self.memory = plan_for(config, model, budget(config, comm, self.device))  # groups, blocks and limits
+        self.groups = [share.group for share in self.memory.shares]
+        self.max_length = self.memory.longest  # tokens
+        self.arena = Arena(model.states, self.memory.blocks, self.device)
         sizes = {group.name: group.block for group in self.groups}
         self.table = RowTable(config.sched.rows, sizes, model.vocab_size, self.rules, self.device)
         self.sampler = Sampler(self.rules.banned, self.device)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What clients are told; the same on every rank."""
+        return EngineInfo(
+            max_length=self.max_length,
+            vocab_size=self.model.vocab_size,
+            rows=self.table.rows,
+            step_tokens=self.config.sched.step_tokens,
+            dtype=self.dtype,
+            device=str(self.device),
+            family=self.model.family,
+            cache_groups=self.memory.blocks,
+        )
 
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out one step. Raises EngineFault, naming the step, when anything in it fails; the rank is then done."""
@@ -105,9 +116,9 @@ class Worker:
                 found[place] = [entry]
         return drawn, found
 
-    def _prompt_logprobs(self, plan: StepPlan, step: Step, hidden: Tensor) -> dict[int, list[Logprobs | None]]:
+    def _prompt_logprobs(self, plan: StepPlan, step: Step, hidden: Tensor) -> dict[int, list[Logprobs]]:
         """By entry of the work: log-probabilities of the prompt tokens that its chunk predicts."""
-        found: dict[int, list[Logprobs | None]] = {}
+        found: dict[int, list[Logprobs]] = {}
         slice_tokens = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
         for place, work in enumerate(plan.work):
             setup = self.table.setup(work.row)
@@ -115,7 +126,7 @@ class Worker:
             if count is None or not isinstance(work, Chunk):
                 continue
             last = min(work.stop, setup.prompt_length - 1)  # the last prompt token predicts no prompt token
-            entries: list[Logprobs | None] = []
+            entries: list[Logprobs] = []
             for start in range(work.start, last, slice_tokens):
                 stop = min(start + slice_tokens, last)
                 offset = step.batch.packing.spans[place][0] - work.start

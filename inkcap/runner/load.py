@@ -1,0 +1,51 @@
+"""From a configuration to a rank that is ready: device, threads, checkpoint, model, memory."""
+
+import os
+
+import torch
+
+from inkcap.base.checkpoint import find_checkpoint, read_eos_ids
+from inkcap.base.config import EngineConfig
+from inkcap.base.errors import ConfigInvalid
+from inkcap.base.sampling import token_rules
+from inkcap.models.registry import load_model
+from inkcap.parallel.comm import Comm
+from inkcap.runner.worker import Worker
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def device_for(config: EngineConfig, rank: int) -> torch.device:
+    """Where that rank of this host runs. Raises ConfigInvalid when there is no such GPU."""
+    wanted, gpus = config.model.device, torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if rank >= gpus:
+        raise ConfigInvalid(
+            f"rank {rank} needs a GPU of its own, and this host has {gpus}; lower parallel.tp or set model.device = cpu"
+        )
+    return torch.device("cuda", rank)
+
+
+def dtype_for(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations."""
+    if config.model.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[config.model.dtype]
+
+
+def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> Worker:
+    """Load this rank's part of the configured checkpoint, and make room for its state.
+
+    All ranks of `comm` load at the same time; give `progress` to one of them. Raises what base.errors lists under
+    SetupError.
+    """
+    device = device_for(config, comm.rank)
+    if device.type == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(config.model.threads or max(1, cores // comm.size))
+    directory = find_checkpoint(config.model.path, revision=config.model.revision, download=config.model.download)
+    dtype = dtype_for(config, device)
+    model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress)
+    rules = token_rules(model.vocab_size, read_eos_ids(directory))
+    return Worker(config, model, comm, device=device, dtype=dtype, rules=rules)
