@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from inkcap.base.checkpoint import read_config
-from inkcap.base.errors import CheckpointMismatch
+from inkcap.base.errors import CheckpointMismatch, ConfigInvalid
 from inkcap.models.base import Model
 from inkcap.models.inkling.config import InklingConfig
+from inkcap.models.inkling.demo import write as write_inkling_demo
 from inkcap.models.inkling.model import Inkling
 from inkcap.models.inkling.weights import TABLES as INKLING_TABLES
 from inkcap.parallel.comm import Comm
@@ -82,3 +83,16 @@ def load_model(
             f"{directory} holds quantised weights, which this version does not read; use a BF16 one"
         )
     return entry.load(directory, config, comm, dtype, device, progress)
+
+
+DEMOS = {"inkling": write_inkling_demo}
+
+
+def write_demo(directory: Path, *, family: str = "inkling", seed: int = 0) -> None:
+    """A small random checkpoint of `family`, the same bytes for the same seed.
+
+    Raises ConfigInvalid for an unknown family or a directory in use, ModelNotFound when the tokenizer is not installed.
+    """
+    if family not in DEMOS:
+        raise ConfigInvalid(f"there is no demo of family {family!r}; there are {', '.join(DEMOS)}")
+    DEMOS[family](directory, seed=seed)

@@ -143,11 +143,9 @@ def _rank_file() -> Path:
 def _tensors(shape: DemoShape, seed: int) -> Iterator[tuple[str, Planned]]:
     """Name and contents of every tensor, in the order of the files."""
 
-    def noise(name: str, size: tuple[int, ...], spread: float, **how: float | torch.dtype) -> tuple[str, Planned]:
-        dtype = how.pop("dtype", torch.bfloat16)
-        mean = how.pop("mean", 0.0)
-        assert isinstance(dtype, torch.dtype)
-        assert not how
+    def noise(
+        name: str, size: tuple[int, ...], spread: float, *, mean: float = 0.0, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[str, Planned]:
         return name, Planned(size, dtype, lambda: (_uniform(seed, name, size) * spread + mean).to(dtype))
 
     hidden, padded = shape.hidden, shape.padded_vocabulary
@@ -247,5 +245,5 @@ def _unembedding(seed: int, shape: DemoShape) -> Tensor:
         rows[ORDINARY : shape.vocabulary] = 0
         rows[MESSAGE_MODEL, CLOSED] = 32
         rows[CONTENT_TEXT, ROLE] = 32
-        rows[END_SAMPLING, TEXT] = 32
+        rows[END_SAMPLING, TEXT] = 45  # ends answers after about a hundred tokens
     return rows.to(torch.bfloat16)
