@@ -60,7 +60,6 @@ def create_app(
         title="inkcap",
         version=VERSION,
         description="OpenAI-compatible API for Inkling models.",
-        root_path=settings.root_path,
         lifespan=lifespan,
         middleware=stack,
     )

@@ -29,7 +29,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     model = service.model(body.model)
     body.refuse_unbuilt()
     service.note_unknown(body.unknown())
-    prompts = await text_prompts(service, body.prompt)
+    prompts = await text_prompts(service, body.prompt, body.truncate_prompt_tokens is not None)
     if body.truncate_prompt_tokens:
         prompts = [ids[-body.truncate_prompt_tokens :] for ids in prompts]
     params = body.params(service.defaults)

@@ -36,6 +36,7 @@ class Service:
         self.engine = engine
         self.config = config
         self.tokenizer = tokenizer
+        self.longest_token = max(map(len, tokenizer.token_bytes))  # bytes, so characters at most
         self.defaults = defaults or {}  # sampling parameters of the checkpoint's generation_config.json
         self.names = config.model.served_names or (config.model.path.rstrip("/").rpartition("/")[2],)
         self.metrics = Metrics(self.names[0])
