@@ -116,4 +116,4 @@ def _draw(scaled: Floats, counter: Words, key: Words) -> int:
 
 
 def _scores(scaled: Floats, bits: Words) -> NDArray[np.float64]:
-    return scaled - np.log(-np.log1p(-(bits + 0.5) * 2.0**-32))
+    return scaled.astype(np.float64) - np.log(-np.log1p(-(bits + 0.5) * 2.0**-32))
