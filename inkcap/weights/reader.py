@@ -140,6 +140,8 @@ class Checkpoint:
         dtype = DTYPES[stored.dtype]
         assert source.shape[:-1] == target.shape[:-1], f"{name}{index} is {source.shape}, target {target.shape}"
         assert source.shape[-1] == target.shape[-1] * dtype.itemsize, f"{name}{index}: width {source.shape[-1]} bytes"
+        if source.size == 0:
+            return
         if target.device.type == "cpu" and target.dtype == dtype and (target.stride(-1) == 1 or target.shape[-1] == 1):
             np.copyto(_bytes_of(target), source)
         else:
@@ -147,8 +149,7 @@ class Checkpoint:
         self.bytes_read += source.size
         # Pages stay in the page cache but no longer count as this process's memory.
         first = stored.start // mmap.PAGESIZE * mmap.PAGESIZE
-        if stored.stop > stored.start:
-            self._maps[self.files[name]].madvise(mmap.MADV_DONTNEED, first, stored.stop - first)
+        self._maps[self.files[name]].madvise(mmap.MADV_DONTNEED, first, stored.stop - first)
 
     def _window(self, file: Path, stored: Stored) -> np.ndarray:
         """A tensor's bytes, [..., last dimension's bytes], uint8: data may start at odd offsets. Never written to."""
@@ -166,7 +167,7 @@ def _entry(file: Path, name: str, entry: object, data: int) -> Stored:
     if not isinstance(entry, dict):
         raise _corrupt(file, f"its entry for {name} is no JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise _corrupt(file, f"{name} has dtype {dtype!r}; known are {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
         raise _corrupt(file, f"{name} has shape {shape!r}")
