@@ -109,16 +109,16 @@ class EngineClient:
         self._questions = 0
         self._ready: asyncio.Future[EngineInfo] = loop.create_future()
         self._closed = False
-        self._folder = tempfile.mkdtemp(prefix="inkcap-")  # mode 0700: nobody else can talk to the engine
+        self.folder = tempfile.mkdtemp(prefix="inkcap-")  # of the socket; mode 0700: nobody else reaches the engine
         self._context = zmq.Context()
-        address = f"ipc://{self._folder}/engine"
+        address = f"ipc://{self.folder}/engine"
         try:
             self._socket = pair_socket(self._context, address, bind=True)
         except zmq.ZMQError as error:
             self._context.term()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise SetupError(f"cannot listen at {address}: {error}; set TMPDIR to a short, writable path") from None
-        self._child = Child(program, EngineSetup(config=config, address=address, folder=self._folder))
+        self._child = Child(program, EngineSetup(config=config, address=address, folder=self.folder))
         loop.add_reader(self._socket.fileno(), self._read)
         loop.add_reader(self._child.alive, self._died)
         loop.call_soon(self._read)
@@ -194,7 +194,17 @@ class EngineClient:
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        """Of the engine process."""
+        return self._child.process.pid
+
+    @property
+    def open_count(self) -> int:
+        """Sequences that wait or run."""
+        return len(self._streams)
 
     @property
     def exit_code(self) -> int | None:

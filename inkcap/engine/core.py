@@ -3,14 +3,17 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Protocol
 
+from inkcap.base.config import EngineConfig
 from inkcap.base.errors import EngineFault, InkcapError
 from inkcap.base.log import logger
-from inkcap.base.request import Finish, GenerateRequest, TokenDelta
-from inkcap.base.step import StepPlan, StepResult
+from inkcap.base.request import EngineInfo, Finish, GenerateRequest, TokenDelta
+from inkcap.base.step import StepResult
+from inkcap.engine.executor import Executor, RankFacts
 from inkcap.engine.wire import Abort, AskStats, Deltas, Drains, Fault, FromEngine, Shutdown, Stats, Submit, ToEngine
-from inkcap.sched.scheduler import Scheduler
+from inkcap.sched.scheduler import Scheduler, build_scheduler
 
 
 class Port(Protocol):
@@ -26,21 +29,6 @@ class Port(Protocol):
         ...
 
     def wake(self) -> None: ...
-
-
-class Executor(Protocol):
-    """Runs plans on the ranks, in order."""
-
-    depth: int  # plans that may be in flight besides the one waited for
-
-    @property
-    def fault(self) -> str | None:
-        """Why no more plans can be run, even between steps; None while they can."""
-        ...
-
-    def submit(self, plan: StepPlan) -> Future[StepResult]: ...
-
-    def close(self) -> None: ...
 
 
 class Core:
@@ -75,12 +63,13 @@ class Core:
     def _turn(self) -> None:
         """One round of the loop. Blocks only while there is nothing to do at all, or for the oldest step in flight."""
         self._take(block=False)
+        self._emit()  # aborts and refusals need not wait for a step
         plan = None if self.stopping else self.scheduler.plan()
         if plan is not None:
             self.in_flight.append(self.executor.submit(plan))
         if self.in_flight and (len(self.in_flight) > self.executor.depth or plan is None):
             self._finish_oldest()
-        elif plan is None and not self.outbox and not self.stopping:
+        elif plan is None and not self.stopping:
             if self.scheduler.unfinished:
                 raise EngineFault(f"{self.scheduler.unfinished} sequences are open but none can run: a bug of ours")
             self._take(block=True)
@@ -127,3 +116,36 @@ class Core:
 def failed(request_id: str, why: str) -> TokenDelta:
     """The last delta of a sequence that cannot go on."""
     return TokenDelta(request_id, [], finish=Finish.ERROR, error=why)
+
+
+def build_core(config: EngineConfig, port: Port, executor: Executor, facts: RankFacts) -> tuple[Core, EngineInfo]:
+    """A core over loaded ranks. Closes the executor when that fails."""
+    # The client counts what is open and refuses the surplus: all of it may wait here before the first step is planned.
+    sched = replace(config.sched, waiting=config.sched.waiting + config.sched.rows)
+    try:
+        scheduler = build_scheduler(
+            config.cache,
+            sched,
+            facts.groups,
+            facts.blocks,
+            stop_ids=tuple(facts.stop_ids),
+            max_length=facts.max_length,
+        )
+    except BaseException:
+        executor.close()
+        raise
+    info = EngineInfo(
+        max_length=facts.max_length,
+        vocab_size=facts.vocab_size,
+        rows=config.sched.rows,
+        step_tokens=config.sched.step_tokens,
+        dtype=facts.dtype,
+        device=facts.device,
+        family=facts.family,
+        cache_groups=facts.blocks,
+    )
+    logger.info(
+        "ready: %s, %s on %s, %d ranks, %d tokens of context, cache blocks %s",
+        *(info.family, info.dtype, info.device, config.parallel.tp, info.max_length, info.cache_groups),
+    )
+    return Core(scheduler, executor, port), info

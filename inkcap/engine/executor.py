@@ -43,6 +43,21 @@ class Runs(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
+class Executor(Protocol):
+    """Runs plans on the ranks, in order."""
+
+    depth: int  # plans that may be in flight besides the one waited for
+
+    @property
+    def fault(self) -> str | None:
+        """Why no more plans can be run, even between steps; None while they can."""
+        ...
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]: ...
+
+    def close(self) -> None: ...
+
+
 class LocalExecutor:
     """One rank in a thread of this process. Constructing it loads the model and raises what loading raises."""
 
@@ -135,15 +150,15 @@ class ProcessExecutor:
         self._wake = wake
         self._lock = threading.Lock()  # no future joins `_pending` once `fault` is set
         self._pending: deque[Future[StepResult]] = deque()
-        self._folder = Path(tempfile.mkdtemp(prefix="inkcap-ranks-"))  # mode 0700
+        self.folder = Path(tempfile.mkdtemp(prefix="inkcap-ranks-"))  # mode 0700
         self._context = zmq.Context()
         self._ranks = [
-            Child(program, RankSetup(config=config, rank=rank, size=size, folder=str(self._folder)))
+            Child(program, RankSetup(config=config, rank=rank, size=size, folder=str(self.folder)))
             for rank in range(size)
         ]
         # Plans leave by the core's thread, replies come in by the listener's: a socket belongs to one thread.
-        self._plans = [bound(self._context, zmq.PUSH, plan_address(self._folder, rank)) for rank in range(size)]
-        self._replies = bound(self._context, zmq.PULL, reply_address(self._folder))
+        self._plans = [bound(self._context, zmq.PUSH, plan_address(self.folder, rank)) for rank in range(size)]
+        self._replies = bound(self._context, zmq.PULL, reply_address(self.folder))
         self._closing = threading.Event()
         self._loaded: Future[RankFacts] = Future()
         self._listener = threading.Thread(target=self._listen, name="ranks", daemon=True)
@@ -178,7 +193,12 @@ class ProcessExecutor:
             rank.close(seconds=5)
         self._replies.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the rank processes."""
+        return [rank.process.pid for rank in self._ranks]
 
     def _listen(self) -> None:
         decoder = msgspec.msgpack.Decoder(RankMessage)

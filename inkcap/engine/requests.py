@@ -31,8 +31,10 @@ def expand(
     and their index. `encode` turns text into ids, for `params.bad_words`. Raises BadRequest and ContextTooLong.
     """
     check(params, info.vocab_size, max_logprobs=max_logprobs)
+    if not token_ids:
+        raise BadRequest("the prompt is empty; it needs at least one token", "prompt")
+    max_tokens = resolve_max_tokens(len(token_ids), params, info)  # before anyone looks at a million ids
     ids = check_prompt(token_ids, info)
-    max_tokens = resolve_max_tokens(len(ids), params, info)
     seed = draw_seed() if params.seed in (None, -1) else params.seed % SEED_LIMIT
     bad_words = bad_words_ids(params.bad_words, encode) if params.bad_words else []
     arrival = time.time()
@@ -75,10 +77,8 @@ def bad_words_ids(words: Sequence[str], encode: Callable[[str], list[int]] | Non
 
 
 def check_prompt(token_ids: Sequence[int], info: EngineInfo) -> list[int]:
-    """The prompt as a list. Raises BadRequest for one that is empty or holds an id it may not."""
+    """A prompt, not empty, as a list. Raises BadRequest for an id that it may not hold."""
     ids = list(token_ids)
-    if not ids:
-        raise BadRequest("the prompt is empty; it needs at least one token", "prompt")
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= info.vocab_size:
         at = next(i for i, token in enumerate(ids) if type(token) is not int or not 0 <= token < info.vocab_size)
         raise BadRequest(
