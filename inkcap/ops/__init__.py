@@ -1,29 +1,37 @@
 """The ops, one import per line. Importing this package declares ops and implementations; `dispatch.bind` chooses."""
 
 from inkcap.ops.act import ref as act_ref
+from inkcap.ops.attention import cpu as attention_cpu
 from inkcap.ops.attention import ref as attention_ref
 from inkcap.ops.attn_prep import ref as attn_prep_ref
 from inkcap.ops.blocks import ref as blocks_ref
+from inkcap.ops.experts import cpu as experts_cpu
 from inkcap.ops.experts import ref as experts_ref
 from inkcap.ops.linear import ref as linear_ref
 from inkcap.ops.mix import ref as mix_ref
+from inkcap.ops.norm import cpu as norm_cpu
 from inkcap.ops.norm import ref as norm_ref
 from inkcap.ops.router import ref as router_ref
 from inkcap.ops.sample import cpu as sample_cpu
 from inkcap.ops.sample import ref as sample_ref
+from inkcap.ops.sconv import cpu as sconv_cpu
 from inkcap.ops.sconv import ref as sconv_ref
 
 __all__ = [
     "act_ref",
+    "attention_cpu",
     "attention_ref",
     "attn_prep_ref",
     "blocks_ref",
+    "experts_cpu",
     "experts_ref",
     "linear_ref",
     "mix_ref",
+    "norm_cpu",
     "norm_ref",
     "router_ref",
     "sample_cpu",
     "sample_ref",
+    "sconv_cpu",
     "sconv_ref",
 ]

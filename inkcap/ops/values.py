@@ -21,7 +21,7 @@ class GroupView:
     table: Tensor  # [rows, blocks of a row] int32
     slots: Tensor  # [T] int64: block id * block + offset of each of the step's tokens; -1: not kept
     planes: tuple[Tensor, ...] = ()
-    memo: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+    memo: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
     """Index tensors that ops derive from the other fields once and use in every visit of the step. A view whose fields
     change needs a new memo."""
 
@@ -126,6 +126,7 @@ class Routed:
     choice: Tensor  # [T, K] int64, distinct in each row
     weights: Tensor  # [T, K] fp32
     gammas: Tensor  # [T, S] fp32
+    memo: dict[object, object] = field(default_factory=dict, repr=False, compare=False)  # as in GroupView
 
 
 @dataclass(frozen=True, slots=True)

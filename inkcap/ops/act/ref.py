@@ -1,6 +1,7 @@
 """Gated activations over interleaved halves."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inkcap.ops.dispatch import op
@@ -14,7 +15,7 @@ def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
     x: [..., 2 I], gate and up of one unit side by side: g0 u0 g1 u1 ...; scale: [...] fp32. Returns [..., I].
     """
     gate, up = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    out = gate * torch.sigmoid(gate) * up
+    out = F.silu(gate) * up
     if scale is not None:
         out = out * scale.unsqueeze(-1)
     return out.to(x.dtype)

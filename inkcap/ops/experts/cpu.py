@@ -1,0 +1,76 @@
+"""Experts on a CPU: each weight is read once, for the tokens that chose it, in order of expert."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inkcap.ops.act.ref import swiglu
+from inkcap.ops.experts.ref import experts_down, experts_up
+from inkcap.ops.values import Activated, Normed, Routed
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The T * K uses of experts in order of expert, then of token."""
+
+    order: Tensor  # [T * K] index into the uses in order of token
+    inverse: Tensor  # [T * K] the way back
+    experts: list[int]  # those that are used, ascending
+    counts: list[int]  # uses of each
+
+
+def by_expert(route: Routed) -> Sorted:
+    """Computed once a step and layer, for both halves of the experts."""
+    if "sorted" in route.memo:
+        return route.memo["sorted"]  # pyright: ignore[reportReturnType]  # a memo has no types
+    chosen, order = route.choice.flatten().sort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    experts, counts = chosen.unique_consecutive(return_counts=True)
+    made = Sorted(order, inverse, experts.tolist(), counts.tolist())
+    route.memo["sorted"] = made
+    return made
+
+
+def multiply(x: Tensor, weight: Tensor, uses: Sorted) -> Tensor:
+    """Rows x [T * K, N] in order of expert times each one's `weight` [E, M, N]: [T * K, M]."""
+    parts = x.split(uses.counts)
+    return torch.cat([F.linear(part, weight[expert]) for expert, part in zip(uses.experts, parts, strict=True)])
+
+
+@experts_up.implement("cpu", when=lambda device: device.type == "cpu")
+def experts_up_cpu(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor) -> Activated:
+    """`experts_up` of the reference."""
+    x = rows.tensor()
+    shared = F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (len(shared_w13), -1))
+    return Activated(routed_cpu(x, route, w13), swiglu(shared, route.gammas), route)
+
+
+def routed_cpu(x: Tensor, route: Routed, w13: Tensor) -> Tensor:
+    """x [T, C] to the activations of the chosen experts [T, K, I]."""
+    tokens, top_k = route.choice.shape
+    if tokens == 1:
+        return swiglu(torch.cat([F.linear(x, w13[expert]) for expert in route.choice[0].tolist()])).unsqueeze(0)
+    uses = by_expert(route)
+    act = swiglu(multiply(x.index_select(0, uses.order // top_k), w13, uses))
+    return act.index_select(0, uses.inverse).unflatten(0, (tokens, top_k))
+
+
+@experts_down.implement("cpu", when=lambda device: device.type == "cpu")
+def experts_down_cpu(act: Activated, w2: Tensor, shared_w2: Tensor) -> Tensor:
+    """`experts_down` of the reference; the sum over experts goes in order of choice."""
+    route = act.route
+    tokens, top_k = route.choice.shape
+    if tokens == 1:
+        parts = act.routed[0].split(1)
+        chosen = zip(route.choice[0].tolist(), parts, strict=True)
+        products = torch.cat([F.linear(part, w2[expert]) for expert, part in chosen])
+    else:
+        uses = by_expert(route)
+        products = multiply(act.routed.flatten(0, 1).index_select(0, uses.order), w2, uses)
+        products = products.index_select(0, uses.inverse)
+    shared = F.linear(act.shared.flatten(1), shared_w2.flatten(1)).float()
+    products = products.float().unflatten(0, (tokens, top_k))
+    return torch.baddbmm(shared.unsqueeze(1), route.weights.unsqueeze(1), products).squeeze(1).to(act.shared.dtype)
