@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -26,7 +26,7 @@ async def on_client_left(_: Request, __: Exception) -> Response:
 
 
 def create_app(
-    engine: Engine, config: EngineConfig, tokenizer: Tokenizer, defaults: dict[str, object] | None = None
+    engine: Engine, config: EngineConfig, tokenizer: Tokenizer, defaults: Mapping[str, object] | None = None
 ) -> FastAPI:
     """The application over a running engine, or one that is still loading.
 

@@ -138,6 +138,13 @@ class Run:
             self.finish(track, Finish.STOP)
             self.engine.abort(track.request.request_id)
 
+    def cut(self, why: str) -> None:
+        """The server ends this request: its client gets `why` as a 503, or as an error event."""
+        self.cut_off = why
+        for track in self.tracks:
+            if not track.ended:
+                self.engine.abort(track.request.request_id)
+
     def finish(self, track: Track, reason: Finish) -> None:
         track.ended = True
         now = time.perf_counter()

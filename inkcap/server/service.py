@@ -5,7 +5,7 @@ import importlib.metadata
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -31,13 +31,13 @@ class Service:
     """State of the server process. `draining` is set once, by the one who shuts it down."""
 
     def __init__(
-        self, engine: Engine, config: EngineConfig, tokenizer: Tokenizer, defaults: dict[str, object] | None = None
+        self, engine: Engine, config: EngineConfig, tokenizer: Tokenizer, defaults: Mapping[str, object] | None = None
     ) -> None:
         self.engine = engine
         self.config = config
         self.tokenizer = tokenizer
         self.longest_token = max(map(len, tokenizer.token_bytes))  # bytes, so characters at most
-        self.defaults = defaults or {}  # sampling parameters of the checkpoint's generation_config.json
+        self.defaults = dict(defaults or {})  # sampling parameters of the checkpoint's generation_config.json
         self.names = config.model.served_names or (config.model.path.rstrip("/").rpartition("/")[2],)
         self.metrics = Metrics(self.names[0])
         self.runs: set[Run] = set()  # requests that generate now
