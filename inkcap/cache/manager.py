@@ -176,20 +176,24 @@ class CacheManager:
         """
         if stop <= holding.room:
             return True
-        self._drop_unreachable(holding)
-        wanted: list[tuple[int, list[int]]] = []
-        for i, group in enumerate(self.groups):
-            room = holding.rooms[i]
+        wanted: list[tuple[int, Iterable[int]]] = []
+        for i, room in enumerate(holding.rooms):
             if stop <= room:
                 continue
+            group = self.groups[i]
+            if group.window is not None:
+                self._drop_unreachable(holding, i)
             # below `room` everything reachable is there already
-            spans = [
-                (max(lo, room), hi)
-                for lo, hi in self._step_spans(holding, group, start, stop, earliest_next)
-                if hi > room
-            ]
-            table = holding.tables[i]
-            missing = [index for index in group.blocks(spans) if index not in table]
+            if group.first_needed(earliest_next - self._lag) <= room:
+                missing = range(room // group.block, -(-stop // group.block))
+            else:
+                missing = group.blocks(
+                    [
+                        (max(lo, room), hi)
+                        for lo, hi in self._step_spans(holding, group, start, stop, earliest_next)
+                        if hi > room
+                    ]
+                )
             if len(missing) > self.pools[i].available:
                 return False
             wanted.append((i, missing))
@@ -198,8 +202,8 @@ class CacheManager:
             for index in missing:
                 table[index] = block = take()
                 self._entries.append((holding, i, index, block))
-            block_tokens = self.groups[i].block
-            holding.rooms[i] = -(-stop // block_tokens) * block_tokens
+            size = self.groups[i].block
+            holding.rooms[i] = -(-stop // size) * size
         holding.room = min(holding.rooms)
         return True
 
@@ -211,7 +215,8 @@ class CacheManager:
             return
         if holding.chain is not None:
             self._publish(holding, holding.chain)
-        self._drop_unreachable(holding)
+        for i in self._windowed:
+            self._drop_unreachable(holding, i)
         self._set_turn(holding)
 
     def resume_set(self, holding: Holding) -> tuple[int, dict[str, list[tuple[int, int]]]]:
@@ -278,19 +283,12 @@ class CacheManager:
                     pool.publish(table[index], chain.key(group, index))
             holding.settled = boundary
 
-    def _drop_unreachable(self, holding: Holding) -> None:
-        """Drop blocks that neither a later step nor a boundary still to be published reads."""
-        oldest = max(0, holding.computed - 2 * self._lag)
-        for i in self._windowed:
-            group, table = self.groups[i], holding.tables[i]
-            first = group.first_needed(oldest) // group.block
-            gone = []
-            for index in table:
-                if index >= first:
-                    break
-                gone.append(index)
-            for index in gone:
-                self.pools[i].drop(table.pop(index))
+    def _drop_unreachable(self, holding: Holding, i: int) -> None:
+        """Drop blocks of a windowed group that neither a later step nor a boundary still to be published reads."""
+        group, table = self.groups[i], holding.tables[i]
+        first = group.first_needed(holding.computed - 2 * self._lag) // group.block
+        while (index := next(iter(table), first)) < first:
+            self.pools[i].drop(table.pop(index))
 
     def _set_turn(self, holding: Holding) -> None:
         """The next grain that can be published; without a chain, the next one that is computed."""

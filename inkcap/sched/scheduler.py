@@ -319,7 +319,8 @@ class Scheduler:
         A row with a step in flight takes from nobody: that step's result may free what it needs, and if not, it has
         none in flight next time.
         """
-        while not self.manager.reserve(holding, start, stop, earliest_next):
+        reserve = self.manager.reserve
+        while not reserve(holding, start, stop, earliest_next):
             self._pressed = True
             if seq.in_flight:
                 return False

@@ -495,12 +495,12 @@ def test_a_window_that_is_one_short_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ignored_refusals_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = CacheGroup.step_spans
+    plain = CacheManager.reserve
 
-    def all_accepted(self: CacheGroup, start: int, stop: int, earliest_next: int, lag: int, keep_every: int):
-        return plain(self, start, stop, stop, lag, keep_every)
+    def all_accepted(self: CacheManager, holding: Holding, start: int, stop: int, earliest_next: int) -> bool:
+        return plain(self, holding, start, stop, stop)
 
-    monkeypatch.setattr(CacheGroup, "step_spans", all_accepted)
+    monkeypatch.setattr(CacheManager, "reserve", all_accepted)
     assert fails(lag=0, drafts=7)
 
 
