@@ -34,8 +34,9 @@ class TokenRules:
 def token_rules(vocab_size: int, eos_ids: Iterable[int] = ()) -> TokenRules:
     """The rules of a vocabulary. Only that of the published checkpoints bans ids and has stop ids of its own.
 
-    `eos_ids` are what a checkpoint states; they are added to the stop ids.
+    `eos_ids` are what a checkpoint states; they are added to the stop ids, but for those that do not exist.
     """
+    eos_ids = [token for token in eos_ids if token < vocab_size]
     if vocab_size != O200K_VOCABULARY:
         return TokenRules(stop=tuple(sorted(set(eos_ids))))
     stop = {END_SAMPLING, END_OF_TEXT, *eos_ids}
