@@ -10,12 +10,12 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.fixture
-def run_ranks(tmp_path):
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory):
     """`run_ranks(script, size, *args)` starts `script rank size store *args` for each rank and gives their JSON."""
 
     def run(script: str, size: int, *args: object) -> list:
-        store = tmp_path / f"store-{script}"
+        store = tmp_path_factory.mktemp("ranks") / "store"
         started = [
             subprocess.Popen(
                 [sys.executable, "-W", "error", HERE / script, str(rank), str(size), store, *map(str, args)],

@@ -8,8 +8,14 @@ from inkcap.parallel.comm import Comm
 X = torch.arange(8).view(4, 2)  # what rank 0 holds; rank 1 holds twice that
 
 
-def test_two_ranks_over_gloo(run_ranks):
-    zero, one = run_ranks("rank_comm.py", 2)
+@pytest.fixture(scope="module")
+def two(run_ranks):
+    """What each of two ranks got from every verb."""
+    return run_ranks("rank_comm.py", 2)
+
+
+def test_two_ranks_over_gloo(two):
+    zero, one = two
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         x0 = X.to(dtype)
         x1 = 2 * x0
@@ -24,11 +30,13 @@ def test_two_ranks_over_gloo(run_ranks):
     assert one["received"] == [[1.0], [2.0]]
 
 
-def test_sums_are_the_same_bits_on_every_rank_and_every_time(run_ranks):
-    results = run_ranks("rank_comm.py", 2)
-    assert all(result["same_bits_again"] and result["slab_is_part_of_sum"] for result in results)
-    assert results[0]["sum_bits"] == results[1]["sum_bits"]
-    assert not any(result["global_group"] for result in results)
+def test_sums_are_the_same_bits_on_every_rank_and_every_time(two):
+    assert all(result["same_bits_again"] and result["slab_is_part_of_sum"] for result in two)
+    assert two[0]["sum_bits"] == two[1]["sum_bits"]
+
+
+def test_there_is_no_global_group(two):
+    assert not any(result["global_group"] for result in two)
 
 
 def test_a_group_of_one_hands_back_what_it_got():
