@@ -76,9 +76,14 @@ SPLIT = "|".join(
 )
 
 # tiktoken overflows its stack inside `\s+(?!\S)` on hundreds of thousands of blanks (0.14: 100,000 pass, 1,000,000
-# do not). Longer runs are therefore cut out where the pattern would cut them anyway, and merged without the pattern.
+# do not). Longer runs are therefore cut out where the pattern would cut them anyway, and merged by a second encoding
+# that has no such pattern and only the tokens that blanks can become. (tiktoken's way to merge a single piece keeps the
+# interpreter lock meanwhile: 3.7 s for 5 MB.)
 LONG_BLANKS = 50_000
 _BLANK = r"\t\x0b\x0c \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # what \s matches, line ends aside
+_BLANK_BYTES = bytes(sorted(set("\t\x0b\x0c \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000".encode()))) + bytes(
+    range(0x80, 0x8B)
+)
 _PROBE = 64
 
 
@@ -112,6 +117,8 @@ class Tokenizer:
                 f"the tokenizer's vocabulary has the ordinary id {largest}; ids from {ORDINARY} are control tokens"
             )
         self._encoding = tiktoken.Encoding("inkling", pat_str=SPLIT, mergeable_ranks=dict(ranks), special_tokens={})
+        blanks = {piece: token for piece, token in ranks.items() if not piece.strip(_BLANK_BYTES)}
+        self._blanks = tiktoken.Encoding("blanks", pat_str=r"(?s:.+)", mergeable_ranks=blanks, special_tokens={})
         self.token_bytes: list[bytes] = [_REPLACEMENT] * PADDED
         for piece, token in ranks.items():
             self.token_bytes[token] = piece
@@ -157,7 +164,7 @@ class Tokenizer:
             # The last blank goes with the word that follows, so the piece ends before it; at the end it has no word.
             stop = run.end() - (run.end() < len(text))
             ids += self._encoding.encode_ordinary(text[done : run.start()])
-            ids += self._encoding._encode_single_piece(text[run.start() : stop])
+            ids += self._blanks.encode_ordinary(text[run.start() : stop])
             done = stop
         return ids + self._encoding.encode_ordinary(text[done:])
 

@@ -29,7 +29,7 @@ def declaration(tools: Sequence[object], param: str = "tools") -> tuple[str, tup
 
     Raises BadRequest naming the field, for instance `tools[2].function.name`.
     """
-    items: list[dict[str, object]] = []
+    items: dict[str, dict[str, object]] = {}
     for i, tool in enumerate(tools):
         where = f"{param}[{i}]"
         if not isinstance(tool, dict):
@@ -45,15 +45,15 @@ def declaration(tools: Sequence[object], param: str = "tools") -> tuple[str, tup
                 f"{where}.function.name is {name!r:.160}; use 1 to 128 letters, digits, '_', '.' or '-'",
                 f"{where}.function.name",
             )
-        if any(item["name"] == name for item in items):
+        if name in items:
             raise BadRequest(f"{where}.function.name is {name!r}, which another tool has", f"{where}.function.name")
         if not isinstance(description, str | None):
             raise BadRequest(f"{where}.function.description is not a string", f"{where}.function.description")
         if not isinstance(parameters, dict | None):
             raise BadRequest(f"{where}.function.parameters is not an object", f"{where}.function.parameters")
         schema = _writable(parameters or {}, f"{where}.function.parameters", exponent="e+")
-        items.append({"description": description or "", "name": name, "parameters": schema, "type": "function"})
-    return _write(items, param, sort=True), tuple(str(item["name"]) for item in items)
+        items[name] = {"description": description or "", "name": name, "parameters": schema, "type": "function"}
+    return _write(list(items.values()), param, sort=True), tuple(items)
 
 
 def call_payload(name: str, arguments: dict[str, object], param: str) -> str:
@@ -78,8 +78,8 @@ def read_arguments(value: object, param: str) -> dict[str, object]:
 
 class _Envelope(msgspec.Struct):
     name: str
-    args: msgspec.Raw | None = None
-    arguments: msgspec.Raw | None = None
+    args: msgspec.Raw = msgspec.Raw()
+    arguments: msgspec.Raw = msgspec.Raw()
 
 
 def read_call(header: str, payload: str, declared: Collection[str]) -> tuple[str, str] | None:
@@ -92,17 +92,16 @@ def read_call(header: str, payload: str, declared: Collection[str]) -> tuple[str
     for text in dict.fromkeys((payload, html.unescape(payload))):
         try:
             envelope = msgspec.json.decode(text, type=_Envelope)
-            raw = envelope.arguments if envelope.args is None else envelope.args
-            args = msgspec.json.decode(raw) if raw is not None else None
-            slice_ = bytes(raw).decode() if raw is not None else ""
+            written = bytes(envelope.args or envelope.arguments).decode()
+            args = msgspec.json.decode(written)
             if isinstance(args, str):
-                slice_ = args.strip()
-                args = msgspec.json.decode(args)
+                written = args.strip()
+                args = msgspec.json.decode(written)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             continue
         if isinstance(args, dict):
             name = envelope.name if envelope.name in declared or not header else header
-            return name, slice_
+            return name, written
     return None
 
 
