@@ -181,29 +181,26 @@ class CacheManager:
             if stop <= room:
                 continue
             group = self.groups[i]
+            block = group.block
             if group.window is not None:
                 self._drop_unreachable(holding, i)
             # below `room` everything reachable is there already
             if group.first_needed(earliest_next - self._lag) <= room:
-                missing = range(room // group.block, -(-stop // group.block))
+                missing = range(room // block, -(-stop // block))
             else:
-                missing = group.blocks(
-                    [
-                        (max(lo, room), hi)
-                        for lo, hi in self._step_spans(holding, group, start, stop, earliest_next)
-                        if hi > room
-                    ]
-                )
+                spans = self._step_spans(holding, group, start, stop, earliest_next)
+                missing = group.blocks([(max(lo, room), hi) for lo, hi in spans if hi > room])
             if len(missing) > self.pools[i].available:
                 return False
             wanted.append((i, missing))
+        entries = self._entries
         for i, missing in wanted:
             take, table = self.pools[i].take, holding.tables[i]
             for index in missing:
-                table[index] = block = take()
-                self._entries.append((holding, i, index, block))
-            size = self.groups[i].block
-            holding.rooms[i] = -(-stop // size) * size
+                table[index] = taken = take()
+                entries.append((holding, i, index, taken))
+            block = self.groups[i].block
+            holding.rooms[i] = -(-stop // block) * block
         holding.room = min(holding.rooms)
         return True
 

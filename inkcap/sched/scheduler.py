@@ -344,7 +344,7 @@ class Scheduler:
     def _vacate(self, seq: Sequence) -> None:
         """Give back row and blocks of a running sequence."""
         (self._decoding if seq in self._decoding else self._filling).remove(seq)
-        assert seq.holding is not None, f"{seq.request.request_id} runs without blocks"
+        assert seq.holding is not None, f"{seq.name} runs without blocks"
         self.manager.release(seq.holding)
         self._closed.append(seq.row)
         self._free_rows.append(seq.row)
@@ -356,7 +356,7 @@ class Scheduler:
         else:
             self._waiting.remove(seq)
         seq.end(finish)
-        del self._sequences[seq.request.request_id]
+        del self._sequences[seq.name]
         self._finished[finish.value] += 1
 
     # -- apply
@@ -397,22 +397,20 @@ class Scheduler:
                         finish = Finish.LENGTH
                 else:
                     computed = stay.computed + gained
-                    refused = entry.drafts + 1 - gained
-                    seq.low += gained - 1
-                    seq.high -= refused
-                    seq.left -= gained - 1
+                    if entry.drafts:
+                        seq.low += gained - 1
+                        seq.high -= entry.drafts + 1 - gained
+                        seq.left -= gained - 1
                 if computed < stay.turn:
                     stay.computed = computed
                 else:
                     self.manager.advance(stay, computed)
-            if not gained and finish is None:
-                continue
-            delta = TokenDelta(seq.request.request_id, row.tokens) if finish is None else None
-            if delta is None or row.logprobs is not None or seq.cached_tokens is not None:
-                delta = self._full_delta(seq, row, gained, finish)
-            deltas.append(delta)
             if finish is not None:
+                deltas.append(self._full_delta(seq, row, gained, finish))
                 self._end(seq, finish)
+            elif gained:
+                plain = row.logprobs is None and seq.cached_tokens is None
+                deltas.append(TokenDelta(seq.name, row.tokens) if plain else self._full_delta(seq, row, gained, None))
         self._count["generated_tokens"] += generated
         self._count["steps"] += 1
         self._seconds += result.seconds
@@ -422,7 +420,7 @@ class Scheduler:
     def _full_delta(seq: Sequence, row: RowResult, gained: int, finish: Finish | None) -> TokenDelta:
         """A delta with everything that most deltas lack; what is told once is told now."""
         delta = TokenDelta(
-            seq.request.request_id,
+            seq.name,
             row.tokens[:gained],
             logprobs=None if row.logprobs is None else row.logprobs[:gained],
             finish=finish,

@@ -36,6 +36,7 @@ class Sequence:
         "left",
         "limit",
         "low",
+        "name",
         "order",
         "prompt_length",
         "prompt_logprobs",
@@ -49,6 +50,7 @@ class Sequence:
 
     def __init__(self, request: GenerateRequest, stops: frozenset[int], chain: Chain | None, serial: int) -> None:
         self.request = request
+        self.name = request.request_id
         self.tokens = list(request.token_ids)  # the prompt, then what has been generated and reported
         self.prompt_length = len(self.tokens)
         self.limit = self.prompt_length + request.max_tokens  # tokens at which it ends
@@ -76,7 +78,7 @@ class Sequence:
 
     def start(self, row: int, holding: Holding) -> None:
         """WAITING -> RUNNING, in `row`, from where `holding` starts."""
-        assert self.status is Status.WAITING, f"{self.request.request_id} cannot start: it is {self.status.value}"
+        assert self.status is Status.WAITING, f"{self.name} cannot start: it is {self.status.value}"
         self.status = Status.RUNNING
         self.row = holding.row = row
         self.holding = holding
@@ -86,7 +88,7 @@ class Sequence:
 
     def preempt(self) -> None:
         """RUNNING -> WAITING. The caller has released the holding; state is computed again later."""
-        assert self.status is Status.RUNNING, f"{self.request.request_id} cannot be preempted: {self.status.value}"
+        assert self.status is Status.RUNNING, f"{self.name} cannot be preempted: {self.status.value}"
         self.status = Status.WAITING
         self.row = -1
         self.holding = None
@@ -95,7 +97,7 @@ class Sequence:
 
     def end(self, finish: Finish) -> None:
         """WAITING or RUNNING -> FINISHED. The caller has released the holding."""
-        assert self.status is not Status.FINISHED, f"{self.request.request_id} cannot end twice"
+        assert self.status is not Status.FINISHED, f"{self.name} cannot end twice"
         self.status = Status.FINISHED
         self.finish = finish
         self.row = -1
