@@ -9,7 +9,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -30,17 +30,20 @@ class Piece:
 class Rule:
     """Where the slots named `slot` come from. `turns`: along `dim`, entries come from gate and up in turns.
 
-    One source in turns has gate in its first half along `dim` and up in its second; two are gate and up.
+    One source in turns has gate in its first half along `dim` and up in its second; two are gate and up. `shift` is the
+    number the checkpoint gives to what belongs to layer 0.
     """
 
     slot: str
     sources: tuple[str, ...]
     turns: bool = False
     dim: int = 0
+    shift: int = 0
 
     def pieces(self, slot: Slot, number: str) -> Iterator[Piece]:
         """What to read for one slot; `number` stands for `{n}`."""
-        names = [source.replace("{n}", number) for source in self.sources]
+        shifted = str(int(number) + self.shift) if number else ""
+        names = [source.replace("{n}", shifted) for source in self.sources]
         index = _index(slot)
         if not self.turns:
             yield Piece(names[0], slot.whole, index, slot.target)
@@ -58,9 +61,9 @@ class Rule:
             yield Piece(names[turn % len(names)], tuple(shape), _replaced(index, self.dim, rows), target)
 
 
-def same(slot: str, source: str) -> Rule:
-    """The slot's tensor stands in the checkpoint under another name."""
-    return Rule(slot, (source,))
+def same(slot: str, source: str, shift: int = 0) -> Rule:
+    """The slot's tensor stands in the checkpoint under another name, and perhaps under another number."""
+    return Rule(slot, (source,), shift=shift)
 
 
 def pair(slot: str, gate: str, up: str, dim: int = 0) -> Rule:
@@ -87,7 +90,7 @@ class Table:
         def moved(source: str) -> str:
             return new + source.removeprefix(old) if source.startswith(old) else source
 
-        rules = tuple(Rule(r.slot, tuple(map(moved, r.sources)), r.turns, r.dim) for r in self.rules)
+        rules = tuple(replace(rule, sources=tuple(map(moved, rule.sources))) for rule in self.rules)
         return Table(name, rules, skipped)
 
     def pieces(self, slots: Mapping[str, Slot]) -> dict[str, list[Piece]]:
