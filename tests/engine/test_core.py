@@ -61,9 +61,7 @@ class Bench:
         params = SamplingParams(stop_token_ids=list(stop))
         self.port.post(
             Submit(
-                GenerateRequest(
-                    request_id=name, token_ids=list(prompt), params=params, seed=5, max_tokens=max_tokens
-                )
+                GenerateRequest(request_id=name, token_ids=list(prompt), params=params, seed=5, max_tokens=max_tokens)
             )
         )
 
