@@ -12,7 +12,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 import uvloop
@@ -24,7 +24,7 @@ from inkcap.base.errors import ConfigInvalid
 from inkcap.base.log import logger, start_logging
 from inkcap.base.request import EngineInfo
 from inkcap.chat.tokens import Tokenizer
-from inkcap.engine.client import EngineClient
+from inkcap.engine.client import ENGINE_PROGRAM, EngineClient
 from inkcap.server.app import create_app
 from inkcap.server.service import Service
 
@@ -43,15 +43,17 @@ def run(config: EngineConfig, print_curl: bool = False) -> int:
     return uvloop.run(serve_checkpoint(config, print_curl))
 
 
-async def serve_checkpoint(config: EngineConfig, print_curl: bool = False) -> int:
-    """`run`, inside an event loop."""
+async def serve_checkpoint(
+    config: EngineConfig, print_curl: bool = False, program: Sequence[str] = ENGINE_PROGRAM
+) -> int:
+    """`run`, inside an event loop. `program` is what the engine process runs."""
     model = config.model
     directory = find_checkpoint(model.path, revision=model.revision, download=model.download)
     tokenizer = Tokenizer.load(directory)
     defaults = read_generation_defaults(directory).stated()
     listener = listen(config.server.host, config.server.port)
     started = time.monotonic()
-    engine = await EngineClient.start(config)
+    engine = await EngineClient.start(config, program)
     try:
         app = create_app(engine, config, tokenizer, defaults)
         serving = asyncio.ensure_future(serve_app(app, listener))

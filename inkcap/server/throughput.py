@@ -1,6 +1,7 @@
 """One line in the log every ten seconds while there is work: tokens per second, sequences, cache."""
 
 import asyncio
+import time
 
 from inkcap.base.errors import EngineFault
 from inkcap.base.log import logger
@@ -26,7 +27,7 @@ def line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:
 
 async def report(service: Service, every_s: float = EVERY_SECONDS) -> None:
     """Log until cancelled."""
-    before = EngineStats()
+    before, looked = EngineStats(), time.monotonic()
     while True:
         await asyncio.sleep(every_s)
         if service.engine.info is None or service.engine.fault is not None:
@@ -35,6 +36,7 @@ async def report(service: Service, every_s: float = EVERY_SECONDS) -> None:
             after = await service.engine.stats()
         except EngineFault:
             continue  # it died while we asked; the server's end is decided elsewhere
-        if text := line(before, after, every_s):
+        now = time.monotonic()  # a busy engine answers between two steps, so this is later than asked for
+        if text := line(before, after, now - looked):
             logger.info(text)
-        before = after
+        before, looked = after, now
