@@ -266,6 +266,7 @@ class LLM:
             draw_seed=lambda: self._seeds.getrandbits(63),
             encode=None if self.tokenizer is None else self.tokenizer.encode_text,
             priority=priority,
+            max_logprobs=self.config.server.max_logprobs,
         )
         return Run(prompt, requests, self.tokenizer)
 

@@ -59,9 +59,10 @@ def test_requests_stream_side_by_side_and_the_process_ends_clean():
         stats = await client.stats()
         assert stats.finished == {"length": 20}
         assert stats.generated_tokens == sum(5 + i for i in range(20))
+        first = client.submit(request("twice", max_tokens=3000))
         with pytest.raises(BadRequest, match="in use"):
-            open_streams = [client.submit(request("twice", max_tokens=3000)) for _ in range(2)]
-            assert open_streams
+            client.submit(request("twice"))
+        await first.aclose()
         await client.close()
         await client.close()
         assert client.exit_code == 0
@@ -133,15 +134,15 @@ def test_200_readers_who_leave_midway_leave_nothing_behind(how):
 def test_2000_at_once_are_served_or_refused_and_none_is_lost():
     async def test():
         client = await started(rows=16, waiting=100)
-        readers, refused = [], 0
+        readers, refused = [], []
         for i in range(2000):
             try:
                 readers.append(outcome(client.submit(request(f"r{i}"))))
             except QueueFull as full:
-                refused += 1
-                assert full.retry_after >= 1
-                assert "116" in str(full)
-        assert (len(readers), refused) == (116, 1884)
+                refused.append(full)
+        assert (len(readers), len(refused)) == (116, 1884)
+        assert refused[0].retry_after >= 1
+        assert "116" in str(refused[0])
         assert {(tuple(tokens), finish) for tokens, finish in await asyncio.gather(*readers)} == {
             (tuple(expected(3, 8)), Finish.LENGTH)
         }

@@ -123,7 +123,7 @@ def test_a_row_is_taken_again_after_a_wasted_step():
         for delta in bench.message().deltas:
             tokens.setdefault(delta.request_id, []).extend(delta.tokens)
             finished += delta.finish is Finish.STOP
-    assert tokens == dict.fromkeys("abc", [token_at(5, 3), token_at(5, 4), token_at(5, 5)])
+    assert tokens == {name: [token_at(5, 3), token_at(5, 4), token_at(5, 5)] for name in "abc"}
     bench.end()
 
 
