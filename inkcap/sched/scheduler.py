@@ -31,6 +31,7 @@ HISTORY_SHARE = 4  # one part in this many of a step is kept for history while t
 _by_order = attrgetter("order")
 _by_served = attrgetter("served")
 
+
 # step number, and in the order of the plan's work: entry, sequence, the stay it was planned in
 Flight = tuple[int, list[Chunk | Continue], list[Sequence], list[Holding | None]]
 
@@ -202,7 +203,7 @@ class Scheduler:
         if not self._work:
             return None
         self._step = step
-        self._count["step_tokens"] += budget - left
+        self._count["step_tokens"] += sum(map(_tokens, self._work)) if self._pressed else budget - left
         blocks, moves = self.manager.drain()
         closed, self._closed = self._closed, []
         workers = self._workers
@@ -301,11 +302,11 @@ class Scheduler:
                     bad_words_ids=request.bad_words_ids,
                 )
             )
-            if not wants_all:
-                self._count["prefix_queries"] += len(tokens)
-                self._count["prefix_hits"] += start
             if seq.served == 0:
                 seq.cached_tokens = start
+                if not wants_all:
+                    self._count["prefix_queries"] += seq.prompt_length
+                    self._count["prefix_hits"] += start
                 self._count["prompt_tokens"] += seq.prompt_length
                 self._count["cached_prompt_tokens"] += start
             insort(self._filling, seq, key=_by_order)
@@ -431,3 +432,7 @@ class Scheduler:
         seq.cached_tokens = None
         seq.prompt_logprobs = None
         return delta
+
+
+def _tokens(entry: Chunk | Continue) -> int:
+    return entry.stop - entry.start if isinstance(entry, Chunk) else 1 + entry.drafts

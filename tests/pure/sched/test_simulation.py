@@ -346,6 +346,7 @@ def simulate(trace: Trace) -> Outcome:
             check_writes(scheduler, plan)
             free = [(g.name, block) for g, pool in zip(GROUPS, manager.pools, strict=True) for block in pool._free]
             flights.append((plan, free))
+        assert plan or flights or not scheduler.unfinished, "sequences are open but none can run"
         if flights and (len(flights) > trace.depth or plan is None):
             for delta in scheduler.apply(device.run(*flights.popleft())):
                 said[delta.request_id].append(delta)
@@ -426,7 +427,7 @@ def traces(draw: st.DrawFn) -> Trace:
     )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(traces())
 def test_every_read_finds_what_the_oracle_says(trace: Trace) -> None:
     simulate(trace)
