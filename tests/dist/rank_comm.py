@@ -1,4 +1,4 @@
-"""One rank of test_comm.py: calls every verb and prints the results."""
+"""One rank of test_comm.py: calls every verb and prints the results. `rank size store [cpu | cuda]`"""
 
 import json
 import sys
@@ -10,7 +10,11 @@ from inkcap.parallel.comm import Comm
 
 torch.set_num_threads(1)
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-comm = Comm.join(dist.FileStore(store, size), rank, size, name="tp", device=torch.device("cpu"), timeout_seconds=30)
+device = torch.device("cuda", rank) if sys.argv[4:] == ["cuda"] else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+comm = Comm.join(dist.FileStore(store, size), rank, size, name="tp", device=device, timeout_seconds=60)
+torch.set_default_device(device)
 results = {}
 for dtype in (torch.float32, torch.bfloat16, torch.int64):
     x = (torch.arange(8).view(4, 2) * (rank + 1)).to(dtype)
@@ -24,7 +28,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64):
         "all_gather_strided": comm.all_gather(x.t(), 0).tolist(),
         "all_to_all": comm.all_to_all(x, [1, 3] if rank == 0 else [2, 2], [1, 2] if rank == 0 else [3, 2]).tolist(),
     }
-noise = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+noise = torch.randn(1000, generator=torch.Generator(device).manual_seed(rank))
 sums = [comm.all_reduce(noise.clone()) for _ in range(2)]
 results["same_bits_again"] = torch.equal(*sums)
 results["sum_bits"] = sums[0].view(torch.int32).sum().item()

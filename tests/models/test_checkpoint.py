@@ -125,6 +125,18 @@ def test_transformers_reads_the_demo_as_we_do(tmp_path):
     assert_same_logits(computed(tmp_path), expected(oracle.eval()))
 
 
+def test_what_nothing_wants_need_not_be_there(tmp_path):
+    """Prediction depths and towers are in the index; their files are not opened, nor missed."""
+    demo.write(tmp_path, shape=SMALL)
+    before = computed(tmp_path)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    for name in ("mtp.layers.0.hidden_norm", "visual.final_norm", "audio.encoder"):
+        index["weight_map"][f"model.{name}.weight"] = "mtp.safetensors"
+    file.write_text(json.dumps(index))
+    assert torch.equal(computed(tmp_path), before)
+
+
 def test_the_demo_has_the_published_dtypes_and_layout(tmp_path):
     demo.write(tmp_path, shape=SMALL)
     checkpoint = Checkpoint(tmp_path)
