@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from inkcap.layers.batch import Batch
+from inkcap.layers.formats import Grid, Stored, matrices
 from inkcap.layers.linear import prefixed
 from inkcap.layers.router import SigmoidRouter, SinkRouter
 from inkcap.layers.sconv import ShortConv
@@ -18,7 +19,39 @@ from inkcap.ops.experts.ref import (
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Activated, Caps, Normed, Routed
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Slot, split
+from inkcap.parallel.slot import Share, Slot, split
+
+DENSE = Stored()
+
+
+class RoutedMatrices:
+    """Both matrices of all experts of a layer: w13 with gate and up rows interleaved, split by rows, and w2."""
+
+    def __init__(
+        self, experts: int, units: Share, channels: int, stored: Stored, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        every = Share(0, channels, channels)
+        self.up = matrices(stored.w13, Grid(experts, units.times(2), every), dtype, device)
+        self.down = matrices(stored.w2, Grid(experts, every, units), dtype, device)
+
+    def slots(self) -> dict[str, Slot]:
+        """`w13` [E, 2 I, C] and `w2` [E, C, I], or their codes and scales; see layers/formats.py."""
+        return {**self.up.slots("w13"), **self.down.slots("w2")}
+
+    def unpack(self) -> None:
+        """Called once the slots are filled."""
+        self.up.unpack()
+        self.down.unpack()
+
+    def w13(self) -> Tensor:
+        """[E, 2 I, C]."""
+        assert self.up.tensor is not None, "w13 is not unpacked yet"
+        return self.up.tensor
+
+    def w2(self) -> Tensor:
+        """[E, C, I]."""
+        assert self.down.tensor is not None, "w2 is not unpacked yet"
+        return self.down.tensor
 
 
 class Experts:
@@ -34,13 +67,13 @@ class Experts:
         comm: Comm,
         dtype: torch.dtype,
         device: torch.device,
+        stored: Stored = DENSE,
     ) -> None:
         self.router = router
         self.comm = comm
         self.units = split(units, comm, "width of an expert")
+        self.routed = RoutedMatrices(experts, self.units, channels, stored, dtype, device)
         mine = self.units.count
-        self.w13 = torch.empty(experts, 2 * mine, channels, dtype=dtype, device=device)  # rows interleaved
-        self.w2 = torch.empty(experts, channels, mine, dtype=dtype, device=device)
         self.shared_w13 = torch.empty(shared, 2 * mine, channels, dtype=dtype, device=device)
         # the shared down projections are one product with inner size shared * units
         self.shared_w2 = torch.empty(channels, shared, mine, dtype=dtype, device=device)
@@ -48,11 +81,10 @@ class Experts:
     def slots(self) -> dict[str, Slot]:
         """`router.*`, `experts.{w13 [E, 2 I, C], w2 [E, C, I]}` and the same two under `shared` for S experts."""
         rows, columns = self.units.times(2), self.units
-        experts, shared, channels = len(self.w13), len(self.shared_w13), self.w13.shape[2]
+        shared, channels = len(self.shared_w13), self.shared_w13.shape[2]
         return {
             **prefixed("router", self.router.slots()),
-            "experts.w13": Slot(self.w13, (experts, rows.whole, channels), dim=1, start=rows.start),
-            "experts.w2": Slot(self.w2, (experts, channels, columns.whole), dim=2, start=columns.start),
+            **prefixed("experts", self.routed.slots()),
             "shared.w13": Slot(self.shared_w13, (shared, rows.whole, channels), dim=1, start=rows.start),
             "shared.w2": Slot(
                 self.shared_w2.transpose(0, 1), (shared, channels, columns.whole), dim=2, start=columns.start
@@ -61,7 +93,7 @@ class Experts:
 
     def __call__(self, rows: Normed) -> Activated:
         """Normed rows [T, C] to the activations of this rank's slab of the chosen and the shared experts."""
-        return experts_up(rows, self.router(rows), self.w13, self.shared_w13)
+        return experts_up(rows, self.router(rows), self.routed.w13(), self.shared_w13)
 
     def settle(
         self, act: Activated, residual: Tensor | None, conv: ShortConv, batch: Batch
@@ -70,9 +102,9 @@ class Experts:
         view = batch.view("sconv")
         if self.comm.size == 1:
             return experts_settle(
-                act, self.w2, self.shared_w2, residual, conv.taps, view, batch.packing, plane=conv.plane
+                act, self.routed.w2(), self.shared_w2, residual, conv.taps, view, batch.packing, plane=conv.plane
             )
-        product = self.comm.all_reduce(experts_down(act, self.w2, self.shared_w2))
+        product = self.comm.all_reduce(experts_down(act, self.routed.w2(), self.shared_w2))
         return sconv(product, conv.taps, view, batch.packing, plane=conv.plane, residual=residual), None
 
 
@@ -89,28 +121,22 @@ class RoutedExperts:
         comm: Comm,
         dtype: torch.dtype,
         device: torch.device,
+        stored: Stored = DENSE,
     ) -> None:
         self.router = router
         self.caps = caps
         self.comm = comm
-        self.units = split(units, comm, "width of an expert")
-        mine = self.units.count
-        self.w13 = torch.empty(experts, 2 * mine, channels, dtype=dtype, device=device)  # rows interleaved
-        self.w2 = torch.empty(experts, channels, mine, dtype=dtype, device=device)
+        units_here = split(units, comm, "width of an expert")
+        self.routed = RoutedMatrices(experts, units_here, channels, stored, dtype, device)
 
     def slots(self) -> dict[str, Slot]:
         """`router.*`, `experts.w13` [E, 2 I, C] and `experts.w2` [E, C, I]."""
-        rows, columns, experts, channels = self.units.times(2), self.units, len(self.w13), self.w2.shape[1]
-        return {
-            **prefixed("router", self.router.slots()),
-            "experts.w13": Slot(self.w13, (experts, rows.whole, channels), dim=1, start=rows.start),
-            "experts.w2": Slot(self.w2, (experts, channels, columns.whole), dim=2, start=columns.start),
-        }
+        return {**prefixed("router", self.router.slots()), **prefixed("experts", self.routed.slots())}
 
     def __call__(self, rows: Normed) -> tuple[Tensor, Routed]:
         """Normed rows [T, C] to the activations [T, K, this rank's units] of the chosen experts, and the choice."""
         route = self.router(rows)
-        return routed_up(rows, route, self.w13, self.caps), route
+        return routed_up(rows, route, self.routed.w13(), self.caps), route
 
     def settle(
         self, rows: tuple[Tensor, Routed], residual: Tensor | None, conv: ShortConv, batch: Batch
@@ -122,7 +148,7 @@ class RoutedExperts:
             return routed_settle(
                 act,
                 route,
-                self.w2,
+                self.routed.w2(),
                 residual,
                 conv.taps,
                 view,
@@ -130,6 +156,6 @@ class RoutedExperts:
                 plane=conv.plane,
                 conv_scale=conv.scale,
             )
-        product = self.comm.all_reduce(routed_down(act, route, self.w2))
+        product = self.comm.all_reduce(routed_down(act, route, self.routed.w2()))
         settled = sconv(product, conv.taps, view, batch.packing, plane=conv.plane, scale=conv.scale, residual=residual)
         return settled, None

@@ -11,6 +11,8 @@ from inkcap.ops.linear import ref as linear_ref
 from inkcap.ops.mix import ref as mix_ref
 from inkcap.ops.norm import cpu as norm_cpu
 from inkcap.ops.norm import ref as norm_ref
+from inkcap.ops.quantize import lookup as quantize_lookup
+from inkcap.ops.quantize import ref as quantize_ref
 from inkcap.ops.router import ref as router_ref
 from inkcap.ops.sample import cpu as sample_cpu
 from inkcap.ops.sample import ref as sample_ref
@@ -29,6 +31,8 @@ __all__ = [
     "mix_ref",
     "norm_cpu",
     "norm_ref",
+    "quantize_lookup",
+    "quantize_ref",
     "router_ref",
     "sample_cpu",
     "sample_ref",

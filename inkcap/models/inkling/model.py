@@ -15,6 +15,8 @@ Slots of the model, with the shapes of the published tensors (V padded vocabular
              layers.N.mlp.experts.w13 [E, 2 I, H], .experts.w2 [E, H, I], .shared.w13 [S, 2 I, H], .shared.w2 [S, H, I]
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from inkcap.layers.attention import Heads, RelBias
 from inkcap.layers.batch import Batch
 from inkcap.layers.embed import Head, NormedEmbedding
 from inkcap.layers.experts import Experts
+from inkcap.layers.formats import Stored
 from inkcap.layers.linear import Row, prefixed
 from inkcap.layers.mlp import GatedMlp
 from inkcap.layers.norm import RMSNorm
@@ -37,6 +40,7 @@ from inkcap.parallel.slot import Share, Slot
 
 KV_BLOCK = 64  # tokens
 CONV_BLOCK = 4  # tokens
+DENSE: Mapping[int, Stored] = {}
 
 
 class DecoderLayer:
@@ -77,16 +81,27 @@ class DecoderLayer:
 class Inkling:
     """The text model on one rank of `comm`. Parameters are empty until the slots are filled.
 
-    Raises ConfigInvalid when the ranks cannot share the heads, widths or words evenly.
+    `stored` says how the routed experts of a layer are stored, where that is not dense; those need `unpack` once their
+    slots are filled. Raises ConfigInvalid when the ranks cannot share the heads, widths or words evenly.
     """
 
     family = "inkling"
 
-    def __init__(self, config: InklingConfig, comm: Comm, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: InklingConfig,
+        comm: Comm,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: Mapping[int, Stored] = DENSE,
+    ) -> None:
         self.vocab_size = config.unpadded_vocab_size
         self.max_length = config.max_length
         self.embed = NormedEmbedding(config.vocab_size, config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.layers = [build_layer(config, layer, comm, dtype, device) for layer in range(config.num_hidden_layers)]
+        self.layers = [
+            build_layer(config, layer, stored.get(layer, Stored()), comm, dtype, device)
+            for layer in range(config.num_hidden_layers)
+        ]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.output = Head(
             config.vocab_size,
@@ -112,6 +127,12 @@ class Inkling:
             **prefixed("head", self.output.slots()),
         }
 
+    def unpack(self) -> None:
+        """Decode what is stored in codes, layer by layer."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, Experts):
+                layer.mlp.routed.unpack()
+
     def forward(self, batch: Batch) -> Tensor:
         """All layers over the step's T tokens: hidden states [T, H] after the final norm."""
         stream = ResidualStream(self.embed(batch.ids))
@@ -125,7 +146,7 @@ class Inkling:
 
 
 def build_layer(
-    config: InklingConfig, layer: int, comm: Comm, dtype: torch.dtype, device: torch.device
+    config: InklingConfig, layer: int, stored: Stored, comm: Comm, dtype: torch.dtype, device: torch.device
 ) -> DecoderLayer:
     """One decoder layer of the kind its number says."""
     if config.local(layer):
@@ -148,11 +169,11 @@ def build_layer(
         device,
     )
     out = Row(heads.query.times(heads.size), config.hidden_size, comm, dtype, device)
-    return DecoderLayer(attention, out, build_mlp(config, layer, comm, dtype, device), config, device)
+    return DecoderLayer(attention, out, build_mlp(config, layer, stored, comm, dtype, device), config, device)
 
 
 def build_mlp(
-    config: InklingConfig, layer: int, comm: Comm, dtype: torch.dtype, device: torch.device
+    config: InklingConfig, layer: int, stored: Stored, comm: Comm, dtype: torch.dtype, device: torch.device
 ) -> GatedMlp | Experts:
     """Dense in the first layers, experts behind them."""
     if config.dense(layer):
@@ -175,6 +196,7 @@ def build_mlp(
         comm,
         dtype,
         device,
+        stored,
     )
 
 

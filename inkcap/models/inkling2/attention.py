@@ -68,7 +68,8 @@ class StaticInput:
 
     def __call__(self, rows: Normed) -> tuple[Tensor, Tensor, None]:
         """Columns [T, kv heads * D], their taps, and nothing to add to these."""
-        return *self.product(rows), self.conv.taps, None
+        (columns,) = self.product(rows)
+        return columns, self.conv.taps, None
 
 
 class DynamicInput:

@@ -6,6 +6,7 @@ from inkcap.cache.state import LayerState, Plane
 from inkcap.layers.attention import Heads
 from inkcap.layers.blockstream import BlockMix, RunningSum
 from inkcap.layers.experts import RoutedExperts
+from inkcap.layers.formats import Stored
 from inkcap.layers.linear import Row
 from inkcap.layers.norm import RMSNorm
 from inkcap.layers.router import SigmoidRouter
@@ -62,11 +63,11 @@ def geometry_of(config: Inkling2Config, layer: int, comm: Comm) -> Geometry:
 
 
 def build_layer(
-    config: Inkling2Config, layer: int, comm: Comm, dtype: torch.dtype, device: torch.device
+    config: Inkling2Config, layer: int, stored: Stored, comm: Comm, dtype: torch.dtype, device: torch.device
 ) -> SlidingLayer | FullLayer:
     """A layer outside the loop."""
     geometry = geometry_of(config, layer, comm)
-    sublayers = build_sublayers(config, layer, geometry, comm, dtype, device)
+    sublayers = build_sublayers(config, layer, geometry, stored, comm, dtype, device)
     inputs = 1 if config.sliding[layer] else 3
     mix = BlockMix(config.hidden_size, inputs, MIX_EPS, device) if layer else RunningSum(inputs)
     if config.sliding[layer]:
@@ -77,9 +78,15 @@ def build_layer(
 
 
 def build_looped(
-    config: Inkling2Config, layer: int, rank: int, comm: Comm, dtype: torch.dtype, device: torch.device
+    config: Inkling2Config,
+    layer: int,
+    gate_rank: int,
+    stored: Stored,
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LoopedLayer:
-    """A layer of the loop; `rank` is that of its gates."""
+    """A layer of the loop."""
     geometry = geometry_of(config, layer, comm)
     channels = config.hidden_size
     if config.sliding[layer]:
@@ -87,8 +94,8 @@ def build_looped(
     else:
         norms = tuple(build_norm(config, dtype, device) for _ in range(3))
         inputs = SeparateInputs(BlockMix(channels, 3, MIX_EPS, device), norms)
-    gates = Gates(channels, rank, config.rms_norm_eps, dtype, device)
-    sublayers = build_sublayers(config, layer, geometry, comm, dtype, device)
+    gates = Gates(channels, gate_rank, config.rms_norm_eps, dtype, device)
+    sublayers = build_sublayers(config, layer, geometry, stored, comm, dtype, device)
     return LoopedLayer(build_split(geometry, dtype, device), inputs, gates, sublayers)
 
 
@@ -102,7 +109,13 @@ def build_split(geometry: Geometry, dtype: torch.dtype, device: torch.device) ->
 
 
 def build_sublayers(
-    config: Inkling2Config, layer: int, geometry: Geometry, comm: Comm, dtype: torch.dtype, device: torch.device
+    config: Inkling2Config,
+    layer: int,
+    geometry: Geometry,
+    stored: Stored,
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Sublayers:
     """The parts that all kinds of layers have."""
     channels, heads = config.hidden_size, geometry.heads
@@ -117,7 +130,7 @@ def build_sublayers(
         attn_sconv=ShortConv(every, config.conv_kernel_size, 2, device, static_scale(geometry)),
         mlp_mix=BlockMix(channels, 1, MIX_EPS, device),
         mlp_norm=build_norm(config, dtype, device),
-        mlp=RoutedExperts(router, channels, config.n_routed_experts, units, caps, comm, dtype, device),
+        mlp=RoutedExperts(router, channels, config.n_routed_experts, units, caps, comm, dtype, device, stored),
         mlp_sconv=ShortConv(every, config.conv_kernel_size, 3, device, static_scale(geometry)),
         opens_block=config.opens_block(layer),
     )

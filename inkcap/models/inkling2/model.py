@@ -19,12 +19,15 @@ Slots of the model, with the shapes of the published tensors (V padded vocabular
            messenger.outer and .inner [2 looped layers, H]
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from inkcap.layers.batch import Batch
 from inkcap.layers.blockstream import BlockMix, BlockStream
 from inkcap.layers.embed import Head, NormedEmbedding
+from inkcap.layers.formats import Stored
 from inkcap.layers.linear import prefixed
 from inkcap.models.inkling2.build import MIX_EPS, build_layer, build_looped, build_norm, declare, geometry_of
 from inkcap.models.inkling2.config import Inkling2Config
@@ -32,6 +35,8 @@ from inkcap.models.inkling2.layer import FullLayer, LoopedLayer, SlidingLayer
 from inkcap.models.inkling2.message import Messenger
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Slot
+
+DENSE: Mapping[int, Stored] = {}
 
 
 class Stack:
@@ -74,19 +79,27 @@ class LoopedStack:
 class Inkling2:
     """The text model on one rank of `comm`. Parameters are empty until the slots are filled.
 
-    Raises ConfigInvalid when the ranks cannot share the heads, widths or words evenly.
+    `stored` says how the experts of a layer are stored, where that is not dense; those need `unpack` once their slots
+    are filled. Raises ConfigInvalid when the ranks cannot share the heads, widths or words evenly.
     """
 
     family = "inkling2"
 
-    def __init__(self, config: Inkling2Config, comm: Comm, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Inkling2Config,
+        comm: Comm,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: Mapping[int, Stored] = DENSE,
+    ) -> None:
         self.vocab_size = config.unpadded_vocab_size
         self.max_length = config.max_length
         self.embed = NormedEmbedding(config.vocab_size, config.hidden_size, config.rms_norm_eps, dtype, device)
         self.layers: list[SlidingLayer | FullLayer | LoopedLayer] = []
         self.stacks: list[Stack | LoopedStack] = []
         self.messenger: Messenger | None = None
-        self.build_stacks(config, comm, dtype, device)
+        self.build_stacks(config, comm, dtype, device, stored)
         self.mix = BlockMix(config.hidden_size, 1, MIX_EPS, device)
         self.norm = build_norm(config, dtype, device)
         self.output = Head(
@@ -106,11 +119,21 @@ class Inkling2:
             for state in declare(config, visit, geometry_of(config, layer, comm), name)
         ]
 
-    def build_stacks(self, config: Inkling2Config, comm: Comm, dtype: torch.dtype, device: torch.device) -> None:
+    def build_stacks(
+        self,
+        config: Inkling2Config,
+        comm: Comm,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: Mapping[int, Stored],
+    ) -> None:
         """Layers before the loop, the loop, and layers behind it; or all layers in one stack."""
 
         def plain(start: int, stop: int, first: int) -> None:
-            layers = [build_layer(config, layer, comm, dtype, device) for layer in range(start, stop)]
+            layers = [
+                build_layer(config, layer, stored.get(layer, Stored()), comm, dtype, device)
+                for layer in range(start, stop)
+            ]
             self.layers += layers
             self.stacks.append(Stack(layers, first))
 
@@ -120,7 +143,8 @@ class Inkling2:
             return
         plain(0, loop.start, 0)
         looped = [
-            build_looped(config, layer, loop.gate_rank, comm, dtype, device) for layer in range(loop.start, loop.stop)
+            build_looped(config, layer, loop.gate_rank, stored.get(layer, Stored()), comm, dtype, device)
+            for layer in range(loop.start, loop.stop)
         ]
         self.messenger = Messenger(len(looped), config.hidden_size, MIX_EPS, device)
         self.layers += looped
@@ -138,6 +162,11 @@ class Inkling2:
             **prefixed("norm", self.norm.slots()),
             **prefixed("head", self.output.slots()),
         }
+
+    def unpack(self) -> None:
+        """Decode what is stored in codes, layer by layer."""
+        for layer in self.layers:
+            layer.parts.mlp.routed.unpack()
 
     def forward(self, batch: Batch) -> Tensor:
         """All visits over the step's T tokens: hidden states [T, H] after the final norm."""

@@ -14,10 +14,11 @@ TABLE_ENTRIES = 1 << 16
 WHOLE = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # an integer of so many bytes
 
 
+@ref.nvfp4_decode.implement("lookup", when=lambda device: device.type == "cpu")
 def nvfp4_decode(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """As ref.nvfp4_decode, on a CPU. A factor with fewer bytes than its table has entries goes to the reference."""
     if codes.numel() < TABLE_ENTRIES * factor.numel():
-        return ref.nvfp4_decode(codes, scales, factor, dtype)
+        return ref.nvfp4_decode.reference(codes, scales, factor, dtype)
     every = torch.arange(256, dtype=torch.uint8)
     pairs = ref.e2m1_values(torch.stack((every & 15, every >> 4), -1))  # [256, 2], low nibble first
     exact = every.view(torch.float8_e4m3fn).float()[:, None, None] * pairs  # [scale, code, 2]
@@ -31,10 +32,11 @@ def nvfp4_decode(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dty
     return out
 
 
+@ref.mxfp8_decode.implement("lookup", when=lambda device: device.type == "cpu")
 def mxfp8_decode(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """As ref.mxfp8_decode, on a CPU. Fewer codes than the table has entries go to the reference."""
     if codes.numel() < TABLE_ENTRIES:
-        return ref.mxfp8_decode(codes, scales, dtype)
+        return ref.mxfp8_decode.reference(codes, scales, dtype)
     every = torch.arange(256, dtype=torch.uint8)
     table = (ref.e8m0(every)[:, None] * every.view(torch.float8_e4m3fn).float()).to(dtype)  # [scale, code]
     out = torch.empty(codes.shape, dtype=dtype)

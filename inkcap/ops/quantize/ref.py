@@ -7,6 +7,8 @@ MXFP8: one E4M3 code a byte, one power of two (UE8M0) per 32 columns.
 import torch
 from torch import Tensor
 
+from inkcap.ops.dispatch import op
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # value of each code
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -62,6 +64,7 @@ def e2m1_values(codes: Tensor) -> Tensor:
     return torch.tensor(E2M1, device=codes.device)[codes.int()]
 
 
+@op
 def nvfp4_decode(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E2M1 x E4M3 x factor [..., K].
 
@@ -74,6 +77,7 @@ def nvfp4_decode(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dty
     return (scaled * leading(factor, scaled)).flatten(-2).to(dtype)
 
 
+@op
 def nvfp4_encode(x: Tensor, factor: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [..., K] under a given factor (of the first dimensions, as in nvfp4_decode).
 
@@ -89,6 +93,7 @@ def nvfp4_encode(x: Tensor, factor: Tensor, floor: float = 0.0) -> tuple[Tensor,
     return pack(codes.flatten(-2)), scales.squeeze(-1)
 
 
+@op
 def nvfp4_encode_four_over_six(x: Tensor, amax: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and the fp32 decoding factor of x [..., K]; each block's scale aims at 6 or at 4.
 
@@ -122,11 +127,13 @@ def nvfp4_encode_four_over_six(x: Tensor, amax: Tensor, limit: float) -> tuple[T
     return pack(codes.flatten(-2)), scales.squeeze(-1), decode.reshape(amax.shape)
 
 
+@op
 def mxfp8_decode(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E4M3 x 2^(byte - 127) [..., K], exact in fp32. codes: float8_e4m3fn [..., K]; scales: uint8 [..., K / 32]."""
     return (blocks_of(codes, MXFP8_BLOCK) * e8m0(scales)[..., None]).flatten(-2).to(dtype)
 
 
+@op
 def mxfp8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes float8_e4m3fn [..., K] and scale bytes [..., K / 32] of x [..., K].
 

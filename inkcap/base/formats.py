@@ -1,0 +1,12 @@
+"""How the matrices of experts are stored in checkpoints."""
+
+from enum import StrEnum
+
+
+class WeightFormat(StrEnum):
+    """One way to store a tensor [experts, rows, columns]; the companions of its codes are named after it."""
+
+    DENSE = "dense"  # BF16, F16 or F32
+    NVFP4 = "nvfp4"  # E2M1 pairs; E4M3 scale per 16 columns; an amax per expert over one denominator
+    NVFP4_SCALE2 = "nvfp4-scale2"  # the same, with a factor per expert instead, and the amax of the inputs
+    MXFP8 = "mxfp8"  # E4M3; UE8M0 scale per 32 columns

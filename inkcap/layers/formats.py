@@ -1,0 +1,170 @@
+"""How the matrices of experts are kept: dense, or as a checkpoint's codes and scales until they are unpacked."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inkcap.base.errors import ConfigInvalid
+from inkcap.base.formats import WeightFormat
+from inkcap.ops.quantize.ref import MXFP8_BLOCK, NVFP4_BLOCK, mxfp8_decode, nvfp4_decode
+from inkcap.parallel.slot import Share, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Matrices [experts, rows, columns], of which a rank holds a share of the rows or of the columns."""
+
+    experts: int
+    rows: Share
+    columns: Share
+
+    def slot(self, target: Tensor, per: int = 1) -> Slot:
+        """The slot of a tensor with one entry for `per` columns."""
+        whole = (self.experts, self.rows.whole, self.columns.whole // per)
+        if self.columns.count < self.columns.whole:
+            return Slot(target, whole, dim=2, start=self.columns.start // per)
+        return Slot(target, whole, dim=1, start=self.rows.start)
+
+    def check_blocks(self, size: int) -> None:
+        """Raise ConfigInvalid when a rank's columns do not begin and end between blocks of `size`."""
+        if self.columns.whole % size or self.columns.count % size:
+            raise ConfigInvalid(
+                f"a rank would hold {self.columns.count} of an expert's {self.columns.whole} columns, which scales of "
+                f"{size} columns each do not divide; choose a smaller parallel.tp"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How the two matrices of a layer's experts are stored."""
+
+    w13: WeightFormat = WeightFormat.DENSE
+    w2: WeightFormat = WeightFormat.DENSE
+
+
+class Matrices(Protocol):
+    """The matrices of all experts of a layer, [experts, rows, columns]."""
+
+    tensor: Tensor | None  # what ops multiply; None until `unpack`
+
+    def slots(self, name: str) -> dict[str, Slot]:
+        """`name`, or names that begin with it."""
+        ...
+
+    def unpack(self) -> None:
+        """Called once all slots are filled: make `tensor` and let go of the codes."""
+        ...
+
+
+class DenseMatrices:
+    """The matrices themselves."""
+
+    def __init__(self, grid: Grid, dtype: torch.dtype, device: torch.device) -> None:
+        self.grid = grid
+        shape = (grid.experts, grid.rows.count, grid.columns.count)
+        self.tensor: Tensor | None = torch.empty(shape, dtype=dtype, device=device)
+
+    def slots(self, name: str) -> dict[str, Slot]:
+        """`name` [E, rows, columns]."""
+        assert self.tensor is not None, "dense matrices are always there"
+        return {name: self.grid.slot(self.tensor)}
+
+    def unpack(self) -> None:
+        """Nothing is packed."""
+
+
+class Nvfp4Matrices:
+    """E2M1 codes in pairs, E4M3 scales, and one factor per expert: its amax over a denominator."""
+
+    def __init__(self, grid: Grid, dtype: torch.dtype, device: torch.device) -> None:
+        grid.check_blocks(NVFP4_BLOCK)
+        self.grid = grid
+        self.dtype = dtype
+        rows, columns = (grid.experts, grid.rows.count), grid.columns.count
+        self.codes = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device)
+        self.scales = torch.empty(*rows, columns // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=device)
+        self.amax = torch.empty(grid.experts, dtype=torch.float32, device=device)
+        self.denominator = torch.empty((), dtype=torch.float32, device=device)
+        self.tensor: Tensor | None = None
+
+    def slots(self, name: str) -> dict[str, Slot]:
+        """`name` with `.codes` [E, rows, columns / 2], `.scales` [.., columns / 16], `.amax` [E], `.denominator` []."""
+        return {
+            f"{name}.codes": self.grid.slot(self.codes, 2),
+            f"{name}.scales": self.grid.slot(self.scales, NVFP4_BLOCK),
+            f"{name}.amax": Slot(self.amax, (self.grid.experts,)),
+            f"{name}.denominator": Slot(self.denominator, ()),
+        }
+
+    def factor(self) -> Tensor:
+        """What every product of code and scale is multiplied by: [E] fp32."""
+        return self.amax / self.denominator
+
+    def unpack(self) -> None:
+        """Decode to the model's dtype."""
+        self.tensor = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype)
+        del self.codes, self.scales
+
+
+class Nvfp4Scale2Matrices(Nvfp4Matrices):
+    """The same codes and scales with the factor itself, and the amax of what is multiplied with them."""
+
+    def __init__(self, grid: Grid, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(grid, dtype, device)
+        self.input_amax = torch.empty(1, dtype=torch.float32, device=device)
+        self.original_shape = torch.empty(3, dtype=torch.int64, device=device)
+
+    def slots(self, name: str) -> dict[str, Slot]:
+        """`name` with `.codes`, `.scales`, `.scale2` [E], `.input_amax` [1] and `.original_shape` [3]."""
+        slots = super().slots(name)
+        return {
+            f"{name}.codes": slots[f"{name}.codes"],
+            f"{name}.scales": slots[f"{name}.scales"],
+            f"{name}.scale2": slots[f"{name}.amax"],
+            f"{name}.input_amax": Slot(self.input_amax, (1,)),
+            f"{name}.original_shape": Slot(self.original_shape, (3,)),
+        }
+
+    def factor(self) -> Tensor:
+        """As stored: a multiplier, [E] fp32."""
+        return self.amax
+
+
+class Mxfp8Matrices:
+    """E4M3 codes and the exponents of their scales."""
+
+    def __init__(self, grid: Grid, dtype: torch.dtype, device: torch.device) -> None:
+        grid.check_blocks(MXFP8_BLOCK)
+        self.grid = grid
+        self.dtype = dtype
+        rows, columns = (grid.experts, grid.rows.count), grid.columns.count
+        self.codes = torch.empty(*rows, columns, dtype=torch.float8_e4m3fn, device=device)
+        self.scales = torch.empty(*rows, columns // MXFP8_BLOCK, dtype=torch.uint8, device=device)
+        self.tensor: Tensor | None = None
+
+    def slots(self, name: str) -> dict[str, Slot]:
+        """`name` with `.codes` [E, rows, columns] and `.scales` [E, rows, columns / 32]."""
+        return {
+            f"{name}.codes": self.grid.slot(self.codes),
+            f"{name}.scales": self.grid.slot(self.scales, MXFP8_BLOCK),
+        }
+
+    def unpack(self) -> None:
+        """Decode to the model's dtype."""
+        self.tensor = mxfp8_decode(self.codes, self.scales, self.dtype)
+        del self.codes, self.scales
+
+
+KINDS = {
+    WeightFormat.DENSE: DenseMatrices,
+    WeightFormat.NVFP4: Nvfp4Matrices,
+    WeightFormat.NVFP4_SCALE2: Nvfp4Scale2Matrices,
+    WeightFormat.MXFP8: Mxfp8Matrices,
+}
+
+
+def matrices(stored: WeightFormat, grid: Grid, dtype: torch.dtype, device: torch.device) -> Matrices:
+    """Empty matrices of one format. Raises ConfigInvalid when ranks would split a block of columns."""
+    return KINDS[stored](grid, dtype, device)
