@@ -29,7 +29,7 @@ class Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[object] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -48,7 +48,7 @@ class Chunk(msgspec.Struct):
 
     choices: list[Choice] = msgspec.field(default_factory=list)
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 decode = msgspec.json.Decoder(Chunk).decode
@@ -105,7 +105,10 @@ class Events:
             if payload == b"[DONE]":
                 self.ended = True
             else:
-                texts += self.chunk(decode(payload))
+                try:
+                    texts += self.chunk(decode(payload))
+                except msgspec.DecodeError as error:
+                    self.sample.failure = f"an event is no chunk: {error}"
         if texts:
             sample, now = self.sample, arrived - self.sent
             if sample.chunks:
@@ -117,7 +120,7 @@ class Events:
 
     def chunk(self, chunk: Chunk) -> bool:
         if chunk.error is not None:
-            self.sample.failure = f"error event: {bytes(chunk.error)[:200].decode(errors='replace')}"
+            self.sample.failure = f"error event: {chunk.error!r:.200}"
         if chunk.usage is not None:
             self.sample.prompt_tokens = chunk.usage.prompt_tokens
             self.sample.output_tokens = chunk.usage.completion_tokens
@@ -155,7 +158,7 @@ async def measure(connection: Connection, load: Load, body: bytes) -> Sample:
     events = Events(sample, sent)
     try:
         status = await connection.request("POST", PATHS[load.api], body, events.feed, load.timeout_s)
-    except (OSError, TimeoutError, msgspec.DecodeError) as error:
+    except (OSError, TimeoutError) as error:
         sample.failure = f"{type(error).__name__}: {error}"
     else:
         if status != 200:
