@@ -63,10 +63,9 @@ def test_lone_surrogate_is_refused_with_its_place(tokenizer):
     assert caught.value.param == "messages[0].content"
 
 
-@pytest.mark.parametrize("blank", [" ", "\t", " \u3000"])
-@pytest.mark.parametrize("end", ["", "x", "!", "\n", "\x1c"])
+@pytest.mark.parametrize(("blank", "end"), [(" ", ""), (" ", "x"), ("\t", "!"), ("\t", "\n"), (" \u3000", "\x1c")])
 def test_a_million_blanks_encode_and_decode(tokenizer, blank, end):
-    text = "say\n" + blank * 1_000_000 + end
+    text = "say\n" + blank * (1_000_000 // len(blank)) + end
     assert tokenizer.decode(tokenizer.encode_text(text)) == text
 
 
