@@ -104,3 +104,8 @@ class Comm:
         assert out.is_contiguous(), "recv needs a contiguous tensor"
         self.group.recv([out], source, 0).wait()
         return out
+
+    def close(self) -> None:
+        """Leave the group, once every verb is done; none may follow."""
+        if self.group is not None:
+            self.group.shutdown()

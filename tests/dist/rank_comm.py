@@ -38,4 +38,5 @@ if rank == 0:
 else:
     results["received"] = comm.recv(torch.empty(2, 1), source=0).tolist()
 results["global_group"] = dist.is_initialized()
+comm.close()
 print(json.dumps(results))
