@@ -8,14 +8,22 @@ import torch
 
 from inkcap.base.checkpoint import read_config
 from inkcap.base.errors import CheckpointMismatch, ConfigInvalid
+from inkcap.base.formats import WeightFormat
+from inkcap.layers.formats import Stored
 from inkcap.models.base import Model
 from inkcap.models.inkling.config import InklingConfig
 from inkcap.models.inkling.demo import write as write_inkling_demo
 from inkcap.models.inkling.model import Inkling
+from inkcap.models.inkling.weights import EXPERTS as INKLING_EXPERTS
 from inkcap.models.inkling.weights import TABLES as INKLING_TABLES
+from inkcap.models.inkling2.config import Inkling2Config
+from inkcap.models.inkling2.model import Inkling2
+from inkcap.models.inkling2.weights import EXPERTS as INKLING2_EXPERTS
+from inkcap.models.inkling2.weights import TABLES as INKLING2_TABLES
 from inkcap.parallel.comm import Comm
 from inkcap.weights.load import load
 from inkcap.weights.reader import Checkpoint
+from inkcap.weights.stored import check_declared, check_scales, find_formats
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,44 @@ def load_inkling(
     progress: bool,
 ) -> Inkling:
     """The text model of an Inkling checkpoint; towers and prediction depths in it are left alone."""
-    model = Inkling(InklingConfig.from_json(config), comm, dtype, device)
-    load(Checkpoint(directory), model.slots(), INKLING_TABLES, progress=progress)
+    read = InklingConfig.from_json(config)
+    checkpoint = Checkpoint(directory)
+    stored = find_stored(checkpoint, config, read.num_hidden_layers, INKLING_EXPERTS)
+    model = Inkling(read, comm, dtype, device, stored)
+    load(checkpoint, model.slots(), INKLING_TABLES, progress=progress)
+    model.unpack()
     return model
+
+
+def load_inkling2(
+    directory: Path,
+    config: Mapping[str, object],
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool,
+) -> Inkling2:
+    """The text model of an Inkling 2 checkpoint, looped or not; tower and drafter in it are left alone."""
+    read = Inkling2Config.from_json(config)
+    checkpoint = Checkpoint(directory)
+    stored = find_stored(checkpoint, config, read.num_hidden_layers, INKLING2_EXPERTS)
+    model = Inkling2(read, comm, dtype, device, stored)
+    load(checkpoint, model.slots(), INKLING2_TABLES, progress=progress)
+    model.unpack()
+    return model
+
+
+def find_stored(
+    checkpoint: Checkpoint, config: Mapping[str, object], layers: int, experts: tuple[str, str]
+) -> dict[int, Stored]:
+    """How each layer's experts are stored, with their scales checked. `experts` names w13 and w2 of layer `{n}`."""
+    names = {n: tuple(name.replace("{n}", str(n)) for name in experts) for n in range(layers)}
+    formats = find_formats(checkpoint, [name for pair in names.values() for name in pair])
+    check_declared(checkpoint.directory, config, formats)
+    for name, stored in formats.items():
+        check_scales(checkpoint, name, stored)
+    dense = WeightFormat.DENSE
+    return {n: Stored(*(formats.get(name, dense) for name in pair)) for n, pair in names.items()}
 
 
 REGISTRY = (
@@ -48,6 +91,18 @@ REGISTRY = (
         "InklingForConditionalGeneration", "inkling_mm_model", "inkling", "text of the published models", load_inkling
     ),
     Entry("InklingForCausalLM", "inkling_text", "inkling", "text-only models saved by transformers", load_inkling),
+    Entry("Inkling2ForConditionalGeneration", "inkling2", "inkling2", "text of the published models", load_inkling2),
+    Entry("Inkling2ForCausalLM", "inkling2_text", "inkling2", "text-only models saved by transformers", load_inkling2),
+    Entry(
+        "Inkling2LoopForConditionalGeneration", "inkling2_loop", "inkling2", "text of the looped models", load_inkling2
+    ),
+    Entry(
+        "Inkling2LoopForCausalLM",
+        "inkling2_loop_text",
+        "inkling2",
+        "looped text-only models saved by transformers",
+        load_inkling2,
+    ),
 )
 
 
@@ -78,10 +133,6 @@ def load_model(
     """
     config = read_config(directory)
     entry = find_entry(config)
-    if (directory / "hf_quant_config.json").exists() or config.get("quantization_config") is not None:
-        raise CheckpointMismatch(
-            f"{directory} holds quantised weights, which this version does not read; use a BF16 one"
-        )
     return entry.load(directory, config, comm, dtype, device, progress)
 
 

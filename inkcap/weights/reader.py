@@ -136,6 +136,8 @@ class Checkpoint:
         The dtype is converted to the target's, one rounding. Only the pages that hold the part are touched.
         """
         stored = self.stored(name)
+        if not stored.shape:  # a scalar is read as one entry
+            target = target.view(1)
         source = self._window(self.files[name], stored)[_byte_index(index, stored)]
         dtype = DTYPES[stored.dtype]
         assert source.shape[:-1] == target.shape[:-1], f"{name}{index} is {source.shape}, target {target.shape}"

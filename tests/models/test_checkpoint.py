@@ -194,7 +194,7 @@ def test_the_demo_refuses_a_directory_in_use(tmp_path):
     [
         ({"architectures": ["LlamaForCausalLM"]}, "names architectures .*Llama.*supported are InklingForCond.*, Ink"),
         ({"architectures": None, "model_type": "llama"}, "model_type 'llama'"),
-        ({"quantization_config": {"quant_method": "modelopt"}}, "quantised weights"),
+        ({"quantization_config": {"quant_algo": "AWQ"}}, "declares quant_algo 'AWQ'; known are NVFP4, MXFP8"),
         ({"text_config": {}}, r"config\.json: text_config has no"),
     ],
 )
@@ -206,10 +206,10 @@ def test_a_checkpoint_of_another_kind_is_refused(change, message, tmp_path):
         load_model(tmp_path, comm=Comm.alone(), dtype=torch.float32, device=CPU)
 
 
-def test_quantised_files_are_refused_by_name(tmp_path):
+def test_unknown_quantisation_is_refused(tmp_path):
     demo.write(tmp_path, shape=SMALL)
-    (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(CheckpointMismatch, match="quantised weights"):
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8_PB"}}')
+    with pytest.raises(CheckpointMismatch, match="declares quant_algo 'FP8_PB'"):
         load_model(tmp_path, comm=Comm.alone(), dtype=torch.float32, device=CPU)
 
 

@@ -32,8 +32,18 @@ PUBLISHED = Table(
         same("layers.{n}.mlp.w13.weight", LAYER + "mlp.w13_dn.weight"),
         same("layers.{n}.mlp.w2.weight", LAYER + "mlp.w2_md.weight"),
         same("layers.{n}.mlp.global_scale", LAYER + "mlp.global_scale"),
-        same("layers.{n}.mlp.experts.w13", LAYER + "mlp.experts.w13_weight"),
-        same("layers.{n}.mlp.experts.w2", LAYER + "mlp.experts.w2_weight"),
+        *(
+            same(f"layers.{{n}}.mlp.experts.{part}{slot}", LAYER + f"mlp.experts.{part}_weight{source}")
+            for part in ("w13", "w2")
+            for slot, source in (
+                ("", ""),
+                (".codes", ""),
+                (".scales", ".scale"),
+                (".scale2", ".scale2"),
+                (".input_amax", ".input_amax"),
+                (".original_shape", ".original_shape"),
+            )
+        ),
         same("layers.{n}.mlp.router.weight", LAYER + "mlp.gate.weight"),
         same("layers.{n}.mlp.router.bias", LAYER + "mlp.gate.bias"),
         same("layers.{n}.mlp.router.global_scale", LAYER + "mlp.gate.global_scale"),
@@ -94,3 +104,4 @@ MULTIMODAL_MODULES = TEXT_MODULES.renamed(
 )
 
 TABLES = (PUBLISHED, TEXT_MODULES, MULTIMODAL_MODULES)
+EXPERTS = (LAYER + "mlp.experts.w13_weight", LAYER + "mlp.experts.w2_weight")  # what may be quantised

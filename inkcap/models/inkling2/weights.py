@@ -37,8 +37,17 @@ PUBLISHED = Table(
         same("layers.{n}.mlp_sconv.weight", LAYER + "mlp_sconv.weight"),
         same("layers.{n}.mlp.router.weight", LAYER + "mlp.gate.weight"),
         same("layers.{n}.mlp.router.bias", LAYER + "mlp.gate.bias"),
-        same("layers.{n}.mlp.experts.w13", LAYER + "mlp.experts.w13_weight"),
-        same("layers.{n}.mlp.experts.w2", LAYER + "mlp.experts.w2_weight"),
+        *(
+            same(f"layers.{{n}}.mlp.experts.{part}{slot}", LAYER + f"mlp.experts.{part}_weight{source}")
+            for part in ("w13", "w2")
+            for slot, source in (
+                ("", ""),
+                (".codes", ""),
+                (".scales", "_scale"),
+                (".amax", "_amax"),
+                (".denominator", "_outer_scale_denominator"),
+            )
+        ),
         *(
             same(f"layers.{{n}}.gates.{role}.{part}", LAYER + f"controllers.{theirs}.{part}_weight")
             for role, theirs in (("q", "attn"), ("k", "k"), ("v", "v"), ("mlp", "mlp"))
@@ -51,3 +60,4 @@ PUBLISHED = Table(
 )
 
 TABLES = (PUBLISHED,)
+EXPERTS = (LAYER + "mlp.experts.w13_weight", LAYER + "mlp.experts.w2_weight")  # what may be quantised
