@@ -78,6 +78,8 @@ def test_only_rows_that_use_them_have_extras():
     assert rows.extras[3].bad_words.lasts.tolist() == [8, 3]
     rows.append([1, 0], torch.tensor([9, 3]))
     assert rows.extras[1].counts[9] == 3
+    rows.append([1], torch.tensor([60]))
+    assert rows.extras[1].seen[60]
     rows.close([1, 3])
     assert set(rows.extras) == {2}
 

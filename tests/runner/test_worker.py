@@ -166,7 +166,8 @@ class Driver:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return [Random(seed).randrange(2, VOCABULARY) for _ in range(length)]
+    random = Random(seed)
+    return [random.randrange(2, VOCABULARY) for _ in range(length)]
 
 
 PARAMS = [
