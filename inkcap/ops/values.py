@@ -37,6 +37,16 @@ class Packing:
     positions: Tensor  # [T] int64: absolute position of each token
     spans: tuple[tuple[int, int, int, int], ...]  # per sequence on the host: (start, stop, row, first position)
 
+    @property
+    def widest(self) -> int:
+        """The most tokens that one sequence has in this step; at least 1."""
+        return max(stop - start for start, stop, _, _ in self.spans)
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that any sequence has up to the end of this step; under a captured graph, its bound."""
+        return max(first + stop - start for start, stop, _, first in self.spans)
+
 
 class Normed:
     """Rows whose RMS norm is left to whoever multiplies them. Consumers on one device share the normed tensor."""
