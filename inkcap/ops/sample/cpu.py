@@ -1,4 +1,4 @@
-"""Drawing on a CPU without noise for every token: NumPy, row by row, exact.
+"""Drawing on a CPU with hardly a logarithm: NumPy, exact.
 
 The winner's score is logsumexp(scaled) plus a Gumbel number (that is what makes Gumbel-max a draw), so it is below
 `logsumexp - SLACK` once in exp(exp(SLACK)) draws. Tokens that could reach that line are found with integer noise, one
@@ -20,6 +20,7 @@ SLACK = 3.0  # exp(SLACK) = 20 tokens are scored on average; the line is missed 
 # Of the comparison with float32 numbers: relative errors of an exponential and of a large sum, and 32 bits of noise in
 # 24 bits of precision.
 MARGIN = 1.001
+SLAB = 1 << 16  # logits at a time, so that a slab's arrays stay in the second-level cache
 FEW = 1024  # likeliest tokens among which the edge of top-p is sought first
 COUNTERS: dict[int, Words] = {}  # vocabulary -> id * STRIDE of each token
 
@@ -29,20 +30,30 @@ def sample_cpu(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     """`sample` of the reference."""
-    rows = logits.numpy()
+    rows: Floats = logits.numpy()
+    heats: Floats = temperature.numpy()
+    width = rows.shape[1]
     keys = noise_keys(seeds, positions).numpy().astype(np.uint32)
-    limits = zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
     tokens = np.empty(len(rows), dtype=np.int64)
-    for place, (row, key, (heat, k, p, ratio)) in enumerate(zip(rows, keys, limits, strict=True)):
+    whole: list[int] = []  # places of rows that draw from all tokens
+    limits = zip(heats.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    for place, (heat, k, p, ratio) in enumerate(limits):
         if heat == 0:
-            tokens[place] = row.argmax()
-            continue
-        scaled = row if heat == 1 else row / np.float32(heat)
-        if 0 < k < len(row) or p < 1 or ratio > 0:
+            tokens[place] = rows[place].argmax()
+        elif 0 < k < width or p < 1 or ratio > 0:
+            scaled = rows[place] / np.float32(heat)
             ids = np.flatnonzero(scaled >= threshold(scaled, k, p, ratio))
-            tokens[place] = ids[_draw(scaled[ids], counters(len(row))[ids], key)]
+            tokens[place] = ids[_draw(scaled[None, ids], counters(width)[ids], keys[place : place + 1])[0]]
         else:
-            tokens[place] = _draw(scaled, counters(len(row)), key)
+            whole.append(place)
+    count = max(1, SLAB // width)
+    for at in range(0, len(whole), count):
+        part = whole[at : at + count]
+        together = part[-1] - part[0] == len(part) - 1
+        slab = rows[part[0] : part[-1] + 1] if together else rows[part]
+        if (heats[part] != 1).any():
+            slab = slab / heats[part, None]
+        tokens[part] = _draw(slab, counters(width), keys[part])
     return torch.from_numpy(tokens)
 
 
@@ -83,36 +94,40 @@ def counters(vocabulary: int) -> Words:
     return COUNTERS[vocabulary]
 
 
-def _bits(counter: Words, key: Words) -> Words:
+def _bits(counter: Words, keys: Words) -> Words:
     """`noise_bits` of the reference; 32-bit words wrap by themselves."""
-    x = counter + key[0]
+    x = counter + keys[:, :1]
     shifted = x >> np.uint32(16)
     x ^= shifted
     x *= np.uint32(0x21F0AAAD)
     x ^= np.right_shift(x, np.uint32(15), out=shifted)
-    x += key[1]
+    x += keys[:, 1:]
     x *= np.uint32(0x735A2D97)
     x ^= np.right_shift(x, np.uint32(15), out=shifted)
     return x
 
 
-def _draw(scaled: Floats, counter: Words, key: Words) -> int:
-    """Index of the highest score among scaled [n]; their counters [n]."""
-    bits = _bits(counter, key)
-    highest = scaled.max()
+def _draw(scaled: Floats, counter: Words, keys: Words) -> NDArray[np.int64]:
+    """Index [R] of the highest score in each row of scaled [R, n]; counter: [n]; keys: [R, 2]."""
+    bits = _bits(counter, keys)
+    highest = scaled.max(1, keepdims=True)
     weights = scaled - highest
     np.exp(weights, out=weights)
-    total = weights.sum()
-    line = float(highest) + float(np.log(total)) - SLACK
+    totals = weights.sum(1, keepdims=True)
+    lines = (highest.astype(np.float64) + np.log(totals) - SLACK)[:, 0]
     # score >= line  <=>  -log1p(-u) <= exp(scaled - line), and u <= -log1p(-u)
-    weights *= np.float32(MARGIN * 2.0**32 * np.exp(float(highest) - line))
-    chosen = np.flatnonzero(bits.astype(np.float32) <= weights)  # as they are, both would become float64
-    if len(chosen):
-        scores = _scores(scaled[chosen], bits[chosen])
-        best = int(scores.argmax())
-        if scores[best] >= line:
-            return int(chosen[best])
-    return int(_scores(scaled, bits).argmax())
+    weights *= np.float32(MARGIN * 2.0**32 * np.exp(SLACK)) / totals
+    # as words against floats, both would become float64
+    row, chosen = np.divmod(np.flatnonzero(bits.astype(np.float32) <= weights), scaled.shape[1])
+    scores = _scores(scaled[row, chosen], bits[row, chosen])
+    best = np.full(len(scaled), -np.inf)
+    np.maximum.at(best, row, scores)
+    found = np.empty(len(scaled), dtype=np.int64)
+    won = scores == best[row]
+    found[row[won][::-1]] = chosen[won][::-1]  # the lowest of equals comes last
+    for place in np.flatnonzero(best < lines):
+        found[place] = _scores(scaled[place], bits[place]).argmax()
+    return found
 
 
 def _scores(scaled: Floats, bits: Words) -> NDArray[np.float64]:
