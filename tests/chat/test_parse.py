@@ -132,6 +132,11 @@ MALFORMED = [
     ("an id that does not exist", (MODEL, TEXT, "a", VOCAB, END_MESSAGE), [("content", "a\ufffd")]),
     ("such an id in front", (MODEL, VOCAB, TEXT, "a"), [("content", "\ufffda")]),
     ("a control token in front", (MODEL, 200_028, TEXT, "a"), [("content", "<|begin_of_text|>a")]),
+    (
+        "bare words after thinking",
+        (MODEL, THINKING, "a", END_MESSAGE, MODEL, "bare words", END_MESSAGE),
+        [("thought", "a"), ("content", "bare words")],
+    ),
     ("a lone end of turn", (END_TURN,), []),
     ("nothing", (), []),
 ]
@@ -218,6 +223,22 @@ def test_ignoring_the_end_goes_on_between_messages(tokenizer):
     )
     parser = Parser(tokenizer, ignore_eos=True)
     assert parse(parser, ids) == [("content", "ab c"), ("thought", "d"), ("content", "e")]
+
+
+def test_a_character_split_over_feeds_is_whole(tokenizer):
+    for kind in (TEXT, THINKING):
+        for text in ("é", "中", "😀"):
+            parser = Parser(tokenizer)
+            parser.feed((MODEL, kind))
+            pieces = [parser.feed((tokenizer.token_bytes.index(bytes((byte,))),)) for byte in text.encode()]
+            assert pieces[:-1] == [[]] * (len(pieces) - 1)
+            assert [event.text for event in pieces[-1] if not isinstance(event, Call)] == [text]
+
+
+def test_bare_text_after_a_call_streams(tokenizer):
+    parser = Parser(tokenizer, tools=TOOLS)
+    parser.feed(flat(tokenizer, MODEL, "f", CALL_JSON, CALL_F, END_MESSAGE, MODEL))
+    assert parser.feed(flat(tokenizer, "Done, I think")) == [Content("Done, I think")]
 
 
 def test_reasoning_tokens_are_those_between_the_markers(tokenizer):

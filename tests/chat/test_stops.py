@@ -41,6 +41,17 @@ def test_any_cut_gives_what_the_definition_says(text, stops, cuts, include):
         assert shown == sure
 
 
+def test_a_stop_string_that_begins_inside_another():
+    for text, stops, found in (
+        ("aaabc", ["aaabb", "abc"], "abc"),
+        ("xabcabd", ["abcabe", "cabd"], "cabd"),
+        ("ababac", ["ababab", "bac"], "bac"),
+    ):
+        filter_ = StopStrings(stops)
+        shown = "".join(filter_.feed(letter) for letter in text)
+        assert (filter_.matched, shown) == (found, text.removesuffix(found))
+
+
 def test_only_what_may_become_a_stop_string_is_held():
     stops = StopStrings(["STOP!"])
     assert stops.feed("go S") == "go "

@@ -28,6 +28,14 @@ def test_declaration_is_compact_and_sorted_at_every_depth():
     assert names == ("f", "g")
 
 
+def test_numbers_are_written_as_the_official_renderer_does():
+    numbers = [1e16, 1.5e30, 1e-7, 0.00001, 2**64 - 1, 2**64, -1]
+    text, _ = declaration([tool(parameters={"x": numbers})])
+    assert '{"x":[1e+16,1.5e+30,1e-7,0.00001,18446744073709551615,1.8446744073709552e+19,-1]}' in text
+    payload = call_payload("f", {"x": numbers}, "p")
+    assert '{"x":[1e16,1.5e30,1e-7,0.00001,18446744073709551615,1.8446744073709552e19,-1]}' in payload
+
+
 def test_null_description_and_parameters_are_empty():
     assert declaration([tool(description=None, parameters=None)]) == declaration([tool()])
 
