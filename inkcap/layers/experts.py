@@ -96,15 +96,15 @@ class Experts:
         return experts_up(rows, self.router(rows), self.routed.w13(), self.shared_w13)
 
     def settle(
-        self, act: Activated, residual: Tensor | None, conv: ShortConv, batch: Batch
+        self, rows: Activated, residual: Tensor | None, conv: ShortConv, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         """residual + conv(sum over experts) and its sums of squares, as `ops.experts_settle`."""
         view = batch.view("sconv")
         if self.comm.size == 1:
             return experts_settle(
-                act, self.routed.w2(), self.shared_w2, residual, conv.taps, view, batch.packing, plane=conv.plane
+                rows, self.routed.w2(), self.shared_w2, residual, conv.taps, view, batch.packing, plane=conv.plane
             )
-        product = self.comm.all_reduce(experts_down(act, self.routed.w2(), self.shared_w2))
+        product = self.comm.all_reduce(experts_down(rows, self.routed.w2(), self.shared_w2))
         return sconv(product, conv.taps, view, batch.packing, plane=conv.plane, residual=residual), None
 
 

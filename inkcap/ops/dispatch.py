@@ -1,7 +1,7 @@
 """Ops and their implementations: a dictionary filled at import, bound once per process. No priorities, no search."""
 
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -56,7 +56,7 @@ class Op(Generic[P, R]):
         self.function = self.implementations[self.chosen][0]
 
 
-OPS: dict[str, Op[..., object]] = {}
+OPS: dict[str, Op[..., Any]] = {}
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:

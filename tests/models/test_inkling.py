@@ -1,9 +1,10 @@
 """Inkling's text model against transformers on random checkpoints, however the tokens are cut into steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from ranks import on_ranks
 from steps import World
 from transformers import InklingForCausalLM, InklingTextConfig
 
@@ -58,10 +59,12 @@ class Case:
     model: Inkling
     prompts: list[list[int]]
     logits: list[torch.Tensor]  # [tokens, words] of each prompt
+    config: InklingConfig
+    weights: dict[str, torch.Tensor]  # by slot, whole
 
 
-def fill(model, oracle, dense):
-    """Copy the oracle's weights into the slots, by name and in the published shapes."""
+def published(oracle, dense):
+    """The oracle's weights by the names of our slots, in the published shapes."""
     tensors = dict(oracle.state_dict())
     names = {
         "q": "q_proj",
@@ -105,10 +108,15 @@ def fill(model, oracle, dense):
             wanted[f"{own}.mlp.router.weight"] = tensors[f"{mlp}.gate.weight"]
             wanted[f"{own}.mlp.router.bias"] = tensors[f"{mlp}.gate.e_score_correction_bias"]
             wanted[f"{own}.mlp.router.global_scale"] = tensors[f"{mlp}.gate.global_scale"]
+    return wanted
+
+
+def fill(model, weights):
+    """Copy whole weights into a rank's slots."""
     slots = model.slots()
-    assert slots.keys() == wanted.keys()
+    assert slots.keys() == weights.keys()
     for name, slot in slots.items():
-        slot.fill(wanted[name])
+        slot.fill(weights[name])
 
 
 def randomise(oracle):
@@ -146,10 +154,11 @@ def build(variant):
     with torch.inference_mode():
         randomise(oracle)
         model = Inkling(config, Comm.alone(), torch.float32, CPU)
-        fill(model, oracle, dense)
+        weights = published(oracle, dense)
+        fill(model, weights)
         prompts = [torch.randint(0, 90, (length,)).tolist() for length in (LENGTH, 31, 2)]
         logits = [oracle(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
-    return Case(model, prompts, logits)
+    return Case(model, prompts, logits, config, weights)
 
 
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
@@ -204,3 +213,21 @@ def test_sequences_packed_in_one_step(case, ops):
             done[i].append(logits)
     for i in range(3):
         check(torch.cat(done[i]), case.logits[i][: cursor[i]])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_agree_with_the_oracle(size):
+    """Heads, widths and words split over ranks; with four, two ranks share a kv head of the global layers."""
+    torch.set_num_threads(1)
+    case = build("base")
+
+    def work(comm):
+        model = Inkling(case.config, comm, torch.float32, CPU)
+        fill(model, case.weights)
+        own = replace(case, model=model)
+        world = World(model.states)
+        return [run(own, world, [(1, at, case.prompts[0][at : at + 30])])[0] for at in range(0, LENGTH, 30)]
+
+    bind(CPU)
+    for parts in on_ranks(size, work):
+        check(torch.cat(parts), case.logits[0])

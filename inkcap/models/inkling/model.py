@@ -16,6 +16,7 @@ Slots of the model, with the shapes of the published tensors (V padded vocabular
 """
 
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,10 +32,10 @@ from inkcap.layers.mlp import GatedMlp
 from inkcap.layers.norm import RMSNorm
 from inkcap.layers.router import SinkRouter
 from inkcap.layers.sconv import ShortConv
-from inkcap.layers.stream import ResidualStream
+from inkcap.layers.stream import ResidualStream, Settles
 from inkcap.models.inkling.attention import Attention
 from inkcap.models.inkling.config import InklingConfig
-from inkcap.ops.values import LogScaling
+from inkcap.ops.values import LogScaling, Normed
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Share, Slot
 
@@ -43,12 +44,18 @@ CONV_BLOCK = 4  # tokens
 DENSE: Mapping[int, Stored] = {}
 
 
+class Mlp(Settles[Any], Protocol):
+    """A dense MLP or experts: what it makes of normed rows is for its own `settle` only."""
+
+    def slots(self) -> dict[str, Slot]: ...
+
+    def __call__(self, rows: Normed) -> Any: ...
+
+
 class DecoderLayer:
     """Attention, then a dense MLP or experts; each is written to the stream through a convolution."""
 
-    def __init__(
-        self, attention: Attention, out: Row, mlp: GatedMlp | Experts, config: InklingConfig, device: torch.device
-    ) -> None:
+    def __init__(self, attention: Attention, out: Row, mlp: Mlp, config: InklingConfig, device: torch.device) -> None:
         channels, eps = config.hidden_size, config.rms_norm_eps
         every = Share(0, channels, channels)  # these two convolve the sum over ranks, whole on every rank
         self.attn_norm = RMSNorm(channels, eps, device)
