@@ -27,6 +27,16 @@ from inkcap.weights.stored import check_declared, check_scales, find_formats
 
 
 @dataclass(frozen=True)
+class Quantised:
+    """What published checkpoints of a generation quantise, and how."""
+
+    experts: tuple[str, str]  # names of w13 and w2 of layer `{n}`
+    nvfp4: WeightFormat  # the layout of NVFP4
+    mxfp8: bool  # whether there is MXFP8 too
+    layers: Callable[[Mapping[str, object]], range]  # from a config.json
+
+
+@dataclass(frozen=True)
 class Entry:
     """One kind of model, as named in config.json."""
 
@@ -35,6 +45,7 @@ class Entry:
     family: str
     reads: str  # for people: what a checkpoint of this kind gives
     load: Callable[[Path, Mapping[str, object], Comm, torch.dtype, torch.device, bool], Model]
+    quantised: Quantised
 
 
 def load_inkling(
@@ -86,23 +97,45 @@ def find_stored(
     return {n: Stored(*(formats.get(name, dense) for name in pair)) for n, pair in names.items()}
 
 
-REGISTRY = (
-    Entry(
-        "InklingForConditionalGeneration", "inkling_mm_model", "inkling", "text of the published models", load_inkling
-    ),
-    Entry("InklingForCausalLM", "inkling_text", "inkling", "text-only models saved by transformers", load_inkling),
-    Entry("Inkling2ForConditionalGeneration", "inkling2", "inkling2", "text of the published models", load_inkling2),
-    Entry("Inkling2ForCausalLM", "inkling2_text", "inkling2", "text-only models saved by transformers", load_inkling2),
-    Entry(
-        "Inkling2LoopForConditionalGeneration", "inkling2_loop", "inkling2", "text of the looped models", load_inkling2
-    ),
-    Entry(
-        "Inkling2LoopForCausalLM",
-        "inkling2_loop_text",
-        "inkling2",
-        "looped text-only models saved by transformers",
-        load_inkling2,
-    ),
+def inkling_layers(config: Mapping[str, object]) -> range:
+    """All layers with experts but the first, which is published in BF16."""
+    read = InklingConfig.from_json(config)
+    sparse = [layer for layer in range(read.num_hidden_layers) if not read.dense(layer)]
+    return range(sparse[0] + 1 if sparse else read.num_hidden_layers, read.num_hidden_layers)
+
+
+def inkling2_layers(config: Mapping[str, object]) -> range:
+    """All layers."""
+    return range(Inkling2Config.from_json(config).num_hidden_layers)
+
+
+INKLING = Quantised(INKLING_EXPERTS, WeightFormat.NVFP4_SCALE2, False, inkling_layers)
+INKLING2 = Quantised(INKLING2_EXPERTS, WeightFormat.NVFP4, True, inkling2_layers)
+REGISTRY = tuple(
+    Entry(architecture, model_type, family, reads, loader, quantised)
+    for family, loader, quantised, kinds in (
+        (
+            "inkling",
+            load_inkling,
+            INKLING,
+            (
+                ("InklingForConditionalGeneration", "inkling_mm_model", "text of the published models"),
+                ("InklingForCausalLM", "inkling_text", "text-only models saved by transformers"),
+            ),
+        ),
+        (
+            "inkling2",
+            load_inkling2,
+            INKLING2,
+            (
+                ("Inkling2ForConditionalGeneration", "inkling2", "text of the published models"),
+                ("Inkling2ForCausalLM", "inkling2_text", "text-only models saved by transformers"),
+                ("Inkling2LoopForConditionalGeneration", "inkling2_loop", "text of the published looped models"),
+                ("Inkling2LoopForCausalLM", "inkling2_loop_text", "looped text-only models saved by transformers"),
+            ),
+        ),
+    )
+    for architecture, model_type, reads in kinds
 )
 
 

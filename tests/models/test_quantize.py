@@ -1,0 +1,302 @@
+"""Quantising a checkpoint and reading it back: against transformers' own decoding, after a kill, and from bad files."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle_inkling2 import BASE, FULL, LOOP, SLIDING, randomise
+from steps import World
+from transformers import Inkling2LoopForCausalLM, Inkling2LoopTextConfig
+
+import inkcap.models.quantize as quantize_module
+from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid, NotEnoughMemory
+from inkcap.base.formats import WeightFormat
+from inkcap.base.log import logger
+from inkcap.models.inkling import demo
+from inkcap.models.quantize import Settings, quantize
+from inkcap.models.registry import load_model
+from inkcap.ops.quantize import ref
+from inkcap.parallel.comm import Comm
+from inkcap.weights.reader import Checkpoint
+from inkcap.weights.stored import find_formats
+from inkcap.weights.writer import Planned, write_file
+
+CPU = torch.device("cpu")
+EXPERT = "model.llm.layers.{}.mlp.experts.{}_weight"
+SMALL = {
+    **BASE,
+    **LOOP,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2,
+    "loop_num_passes": 2,
+}
+
+
+def load(directory, dtype=torch.float32):
+    with torch.inference_mode():
+        return load_model(directory, comm=Comm.alone(), dtype=dtype, device=CPU, progress=False)
+
+
+def logits(model, ids):
+    with torch.inference_mode():
+        batch = World(model.states).batch([(1, 0, ids)])
+        return model.head(model.forward(batch))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A looped checkpoint in several shards, as transformers saves it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    oracle = Inkling2LoopForCausalLM(Inkling2LoopTextConfig(**SMALL)).eval()
+    with torch.inference_mode():
+        randomise(oracle)
+    directory = tmp_path_factory.mktemp("dense")
+    oracle.save_pretrained(directory, max_shard_size="150KB")
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    return directory
+
+
+@pytest.fixture(scope="module")
+def mixed(dense, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("mixed")
+    quantize(dense, directory, Settings(format="mixed", four_over_six=True), progress=False)
+    return directory
+
+
+def test_mixed_formats_decode_as_in_transformers(mixed):
+    """Every expert weight bit for bit, and the logits."""
+    names = [EXPERT.format(n, part) for n in range(6) for part in ("w13", "w2")]
+    formats = find_formats(Checkpoint(mixed), names)
+    assert list(formats.values()) == [WeightFormat.NVFP4] * 10 + [WeightFormat.MXFP8] * 2
+    oracle = Inkling2LoopForCausalLM.from_pretrained(mixed, dtype=torch.float32, attn_implementation="eager").eval()
+    model = load(mixed)
+    for n, layer in enumerate(model.layers):
+        theirs = oracle.model.layers[n].mlp.experts
+        up = theirs.gate_up_proj.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        assert torch.equal(layer.parts.mlp.routed.w13(), up)
+        assert torch.equal(layer.parts.mlp.routed.w2(), theirs.down_proj)
+    ids = torch.randint(0, 90, (40,)).tolist()
+    with torch.inference_mode():
+        want = oracle(torch.tensor([ids]), use_cache=False).logits[0]
+    got = logits(model, ids)
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_bfloat16_models_round_the_exact_value_once(mixed):
+    exact, rounded = load(mixed), load(mixed, torch.bfloat16)
+    for a, b in zip(exact.layers, rounded.layers, strict=True):
+        assert torch.equal(a.parts.mlp.routed.w13().bfloat16(), b.parts.mlp.routed.w13())
+
+
+def test_errors_are_those_of_the_formats(dense, tmp_path):
+    """Relative errors of normal weights: near 0.09 in NVFP4, less with Four Over Six, near 0.026 in MXFP8."""
+    found = {}
+    for name, settings in {
+        "nvfp4": Settings(format="nvfp4"),
+        "four": Settings(format="nvfp4", four_over_six=True),
+        "mxfp8": Settings(format="mxfp8"),
+    }.items():
+        errors = quantize(dense, tmp_path / name, settings, progress=False)
+        assert len(errors) == 12
+        found[name] = sum(error.relative for error in errors) / 12
+    assert 0.08 < found["nvfp4"] < 0.105
+    assert found["four"] < 0.97 * found["nvfp4"]
+    assert 0.02 < found["mxfp8"] < 0.03
+
+
+def test_everything_else_is_copied_to_the_bit(dense, mixed):
+    before, after = Checkpoint(dense), Checkpoint(mixed)
+    others = [name for name in before.files if ".mlp.experts." not in name]
+    for checkpoint in (before, after):
+        checkpoint.open(others)
+    for name in others:
+        parts = []
+        for checkpoint in (before, after):
+            stored = checkpoint.stored(name)
+            parts.append(checkpoint.files[name].read_bytes()[stored.start : stored.stop])
+        assert parts[0] == parts[1], name
+
+
+def test_a_killed_run_goes_on_without_redoing_shards(dense, tmp_path, monkeypatch):
+    settings, write = Settings(format="nvfp4"), quantize_module.write_file
+    written = []
+
+    def dies(file, planned):
+        if len(written) == 2:
+            file.write_bytes(b"half a shard")
+            raise KeyboardInterrupt
+        written.append(file.name)
+        write(file, planned)
+
+    monkeypatch.setattr(quantize_module, "write_file", dies)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(dense, tmp_path / "out", settings, progress=False)
+    assert not (tmp_path / "out" / "config.json").exists()
+    first = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.safetensors")}
+    assert len(first) == 2
+    monkeypatch.setattr(quantize_module, "write_file", write)
+    errors = quantize(dense, tmp_path / "out", settings, progress=False)
+    for name, when in first.items():
+        assert (tmp_path / "out" / name).stat().st_mtime_ns == when
+    whole = quantize(dense, tmp_path / "again", settings, progress=False)
+    assert errors == whole
+    for file in sorted((tmp_path / "again").glob("*.safetensors")):
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+    assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_first_generation_round_trip(tmp_path):
+    """Layers behind the first one with experts are quantised, in the layout with a factor per expert."""
+    demo.write(tmp_path / "dense", shape=demo.DemoShape(vocabulary=90, padded_vocabulary=96, hidden=64))
+    quantize(tmp_path / "dense", tmp_path / "packed", Settings(format="nvfp4"), progress=False)
+    before, after = load(tmp_path / "dense"), load(tmp_path / "packed")
+    assert torch.equal(before.layers[2].mlp.routed.w2(), after.layers[2].mlp.routed.w2())
+    for n in range(3, 8):
+        original, decoded = before.layers[n].mlp.routed.w13(), after.layers[n].mlp.routed.w13()
+        factor = original.abs().amax((1, 2)) / 2688
+        codes, scales = ref.nvfp4_encode(original, factor, floor=ref.E4M3_TINY)
+        assert torch.equal(decoded, ref.nvfp4_decode(codes, scales, factor))
+    checkpoint = Checkpoint(tmp_path / "packed")
+    name = EXPERT.format(3, "w2")
+    assert find_formats(checkpoint, [name]) == {name: WeightFormat.NVFP4_SCALE2}
+    with pytest.raises(ConfigInvalid, match="mixed is no format of inkling checkpoints"):
+        quantize(tmp_path / "dense", tmp_path / "other", Settings(format="mixed"), progress=False)
+
+
+def test_settings_and_targets_that_cannot_be(dense, mixed, tmp_path, monkeypatch):
+    with pytest.raises(ConfigInvalid, match="format 'int4' is unknown"):
+        quantize(dense, tmp_path / "a", Settings(format="int4"), progress=False)
+    with pytest.raises(ConfigInvalid, match="was begun with settings"):
+        quantize(dense, mixed, Settings(format="mxfp8"), progress=False)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "letter.txt").touch()
+    with pytest.raises(ConfigInvalid, match="not empty"):
+        quantize(dense, tmp_path / "used", Settings(format="mxfp8"), progress=False)
+    with pytest.raises(CheckpointMismatch, match="is quantised already"):
+        quantize(mixed, tmp_path / "b", Settings(format="mxfp8"), progress=False)
+    monkeypatch.setattr(quantize_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(NotEnoughMemory, match="GB are to be written"):
+        quantize(dense, tmp_path / "c", Settings(format="mxfp8"), progress=False)
+
+
+# ---- bad files
+
+
+def rewrite(source: Path, target: Path, change):
+    """A copy of a checkpoint in one file, with `change` applied to its tensors: name -> tensor."""
+    checkpoint = Checkpoint(source)
+    checkpoint.open(checkpoint.files)
+    tensors = {}
+    for name in checkpoint.files:
+        stored = checkpoint.stored(name)
+        whole = torch.empty(stored.shape, dtype=quantize_module.DTYPES[stored.dtype])
+        checkpoint.read(name, tuple(slice(0, size) for size in stored.shape), whole)
+        tensors[name] = whole
+    change(tensors)
+    target.mkdir()
+    write_file(
+        target / "model.safetensors",
+        {name: Planned(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()},
+    )
+    for name in ("config.json", "hf_quant_config.json"):
+        (target / name).write_text((source / name).read_text())
+    return target
+
+
+NV, MX = EXPERT.format(1, "w2"), EXPERT.format(5, "w13")
+
+
+def byte(name, value):
+    def change(tensors):
+        tensors[name].view(torch.uint8)[1, 2, 1] = value
+
+    return change
+
+
+def value(name, at, number):
+    def change(tensors):
+        tensors[name].view(-1)[at] = number
+
+    return change
+
+
+def zero_expert(tensors):
+    tensors[NV + "_amax"][2] = 0
+    tensors[NV + "_scale"][2].view(torch.uint8).zero_()
+
+
+BAD = {
+    "missing scale": (lambda t: t.pop(NV + "_scale"), rf"{NV} is U8, so nvfp4, but {NV}_scale is missing"),
+    "missing amax": (lambda t: t.pop(NV + "_amax"), r"_amax is missing"),
+    "no scales": (
+        lambda t: [t.pop(NV + s) for s in ("_scale", "_amax", "_outer_scale_denominator")],
+        "without any scale",
+    ),
+    "shape": (lambda t: t.update({NV + "_scale": t[NV + "_scale"][:, :-1]}), r"is F8_E4M3 \[4, 63, 2\], wanted"),
+    "negative": (byte(NV + "_scale", 0x81), r"_scale\[1, 2, 1\] is byte 129, negative"),
+    "nan": (byte(NV + "_scale", 0x7F), r"_scale\[1, 2, 1\] is byte 127, NaN"),
+    "nan mxfp8": (byte(MX + "_scale", 255), r"w13_weight_scale\[1, 2, 1\] is byte 255, NaN"),
+    "zero amax": (value(NV + "_amax", 2, 0.0), "expert 2 has scales other than 0"),
+    "negative amax": (value(NV + "_amax", 1, -1.0), r"_amax\[1\] is -1.0"),
+    "infinite amax": (value(NV + "_amax", 0, float("inf")), r"_amax\[0\] is inf"),
+    "zero denominator": (
+        value(NV + "_outer_scale_denominator", 0, 0.0),
+        "denominator is 0.0; it must be finite and above",
+    ),
+    "dense beside scales": (lambda t: t.update({NV: torch.zeros(4, 64, 32)}), "is F32 with .*_scale.* no known format"),
+    "integers": (lambda t: t.update({NV: t[NV].to(torch.int8)}), "is I8 with"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_scales_are_one_clear_error(fault, mixed, tmp_path, monkeypatch):
+    change, message = BAD[fault]
+    bad = rewrite(mixed, tmp_path / "bad", change)
+    monkeypatch.setattr(torch, "empty", small_only(torch.empty))
+    with pytest.raises(CheckpointMismatch, match=message):
+        load(bad)
+
+
+def small_only(empty):
+    """torch.empty that fails for more than one expert's scales: nothing large is allocated before the checks."""
+
+    def checked(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        assert made.numel() <= 64 * 8, f"allocated {tuple(made.shape)} before the checks"
+        return made
+
+    return checked
+
+
+def test_an_expert_of_zeros_is_no_error(mixed, tmp_path):
+    model = load(rewrite(mixed, tmp_path / "zero", zero_expert))
+    assert not model.layers[1].parts.mlp.routed.w2()[2].any()
+
+
+def test_declared_and_stored_formats_that_differ(mixed, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", logger="inkcap")
+    same = rewrite(mixed, tmp_path / "said", lambda tensors: None)
+    declared = {"quantization": {"quant_algo": "MXFP8", "config_groups": {"a": {"weight_block_size": [32, 32]}}}}
+    (same / "hf_quant_config.json").write_text(json.dumps(declared))
+    load(same)
+    assert "declares weight_block_size [32, 32]" in caplog.text
+    assert "declares mxfp8, but its tensors are mxfp8, nvfp4; the tensors are believed" in caplog.text
+
+
+def test_shards_that_were_swapped(mixed, tmp_path):
+    for file in mixed.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+    with pytest.raises((CheckpointMismatch, CheckpointUnreadable), match="safetensors"):
+        load(tmp_path)
