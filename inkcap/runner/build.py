@@ -37,16 +37,12 @@ def build(plan: StepPlan, table: RowTable, planes: Sequence[Mapping[str, tuple[T
     assert len(set(rows)) == len(rows), f"step {plan.step} has two entries for one row"
     device = table.device
     sampling = [i for i, work in enumerate(plan.work) if isinstance(work, Continue) or work.samples]
-    bounds = torch.tensor([[start, stop, row, first] for start, stop, row, first in spans], device=device)  # [R, 4]
-    row_ids = bounds[:, 2]
-    newest = torch.tensor([isinstance(work, Continue) for work in plan.work], device=device)
-    first = torch.where(newest, table.lengths[row_ids] - 1, bounds[:, 3])  # [R] int64
-    widths = bounds[:, 1] - bounds[:, 0]
+    starts, stops, row_ids, first = torch.tensor([*zip(*spans, strict=True)], device=device).unbind()  # [R] int64 each
+    widths = stops - starts
     row_of = row_ids.repeat_interleave(widths, output_size=at)  # [T]
-    shift = (first - bounds[:, 0]).repeat_interleave(widths, output_size=at)
-    positions = torch.arange(at, device=device) + shift  # [T]
+    positions = torch.arange(at, device=device) + (first - starts).repeat_interleave(widths, output_size=at)  # [T]
     packing = Packing(
-        starts=torch.tensor([0, *(stop for _, stop, _, _ in spans)], dtype=torch.int32, device=device),
+        starts=torch.nn.functional.pad(stops, (1, 0)).to(torch.int32),
         rows=row_ids.to(torch.int32),
         first=first.to(torch.int32),
         row_of=row_of.to(torch.int32),
@@ -56,7 +52,7 @@ def build(plan: StepPlan, table: RowTable, planes: Sequence[Mapping[str, tuple[T
     batch = Batch(
         ids=table.tokens[row_of, positions].to(torch.int64),
         packing=packing,
-        sampled=torch.tensor([spans[i][1] - 1 for i in sampling], dtype=torch.int64, device=device),
+        sampled=(stops - 1)[sampling] if len(sampling) < len(spans) else stops - 1,
         views={group: _view(table.tables[group], block, row_of, positions) for group, block in table.groups.items()},
         planes=planes,
     )

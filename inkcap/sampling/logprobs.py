@@ -20,18 +20,21 @@ def logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[Logprobs
     most = max(counts)
     # one more than wanted, to see whether a tie was cut
     order = logits.topk(min(most + 1, logits.shape[1]), dim=1).indices if most else own[:, :0]
-    values, chosen = logits.gather(1, order).tolist(), order.tolist()
-    made = []
-    for row, (count, token, rank) in enumerate(zip(counts, tokens.tolist(), ranks.tolist(), strict=True)):
-        ids = [token, *_likeliest(logits[row], values[row], chosen[row], count)]
-        made.append(Logprobs(ids, logs[row, ids].tolist(), rank))
-    return made
+    picked = torch.cat((own, order), dim=1)  # [N, 1 + order]
+    chances, values = logs.gather(1, picked).tolist(), logits.gather(1, picked).tolist()
+    return [
+        _entry(logits[row], logs[row], count, rank, list(zip(values[row], chances[row], ids, strict=True)))
+        for row, (count, rank, ids) in enumerate(zip(counts, ranks.tolist(), picked.tolist(), strict=True))
+    ]
 
 
-def _likeliest(logits: Tensor, values: list[float], ids: list[int], count: int) -> list[int]:
-    """The `count` likeliest ids of one row, of which `values` and `ids` are the first few, ties in any order."""
-    if count and count < len(values) and values[count] == values[count - 1]:
-        ids = torch.nonzero(logits >= values[count]).flatten().tolist()
-        values = logits[ids].tolist()
-    ranked = sorted(zip(values, ids, strict=True), key=lambda entry: (-entry[0], entry[1]))
-    return [token for _, token in ranked[:count]]
+def _entry(logits: Tensor, logs: Tensor, count: int, rank: int, found: list[tuple[float, float, int]]) -> Logprobs:
+    """One row's entry. found: (logit, log-probability, id) of the token itself, then of the likeliest in any order."""
+    own, *likely = found
+    if count and count < len(likely) and likely[count][0] == likely[count - 1][0]:
+        # a tie was cut: take all that are as likely as the last one wanted
+        ids = torch.nonzero(logits >= likely[count][0]).flatten()
+        likely = list(zip(logits[ids].tolist(), logs[ids].tolist(), ids.tolist(), strict=True))
+    likely.sort(key=lambda entry: (-entry[0], entry[2]))
+    entries = [own, *likely[:count]]
+    return Logprobs([token for _, _, token in entries], [chance for _, chance, _ in entries], rank)

@@ -91,6 +91,7 @@ def test_noise_is_the_documented_formula():
 def test_cpu_words_are_the_reference_bits():
     seeds, positions = keyed(3)
     keys = noise_keys(seeds, positions)
+    assert (cpu.noise_keys(seeds.numpy(), positions.numpy()) == keys.numpy()).all()
     bits = noise_bits(keys, torch.arange(5000))
     assert (cpu._bits(cpu.counters(5000), keys.numpy().astype(np.uint32)) == bits.numpy()).all()
 
@@ -233,7 +234,8 @@ def test_a_row_draws_the_same_alone_and_in_company(function):
         assert alone == together[row], SETTINGS[row]
 
 
-def test_penalties_against_plain_arithmetic():
+@pytest.mark.parametrize("function", [penalize.reference, cpu.penalize_cpu])
+def test_penalties_against_plain_arithmetic(function):
     made = np.random.default_rng(9)
     logits = torch.from_numpy(made.normal(size=40).astype(np.float32))
     counts = torch.from_numpy(made.integers(0, 3, 40).astype(np.int32))
@@ -243,5 +245,5 @@ def test_penalties_against_plain_arithmetic():
         if known:
             logit = logit / 1.3 if logit > 0 else logit * 1.3
         expected.append(logit - 0.4 * count - (0.7 if count else 0))
-    penalize(logits, counts, seen, 1.3, 0.7, 0.4)
+    function(logits, counts, seen, 1.3, 0.7, 0.4)
     np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-6, atol=1e-6)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inkcap.ops.sample.ref import STRIDE, noise_keys, sample
+from inkcap.ops.sample.ref import LOW, STRIDE, penalize, sample
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
@@ -33,7 +33,7 @@ def sample_cpu(
     rows: Floats = logits.numpy()
     heats: Floats = temperature.numpy()
     width = rows.shape[1]
-    keys = noise_keys(seeds, positions).numpy().astype(np.uint32)
+    keys = noise_keys(seeds.numpy(), positions.numpy()) if heats.any() else np.empty((0, 2), np.uint32)
     tokens = np.empty(len(rows), dtype=np.int64)
     whole: list[int] = []  # places of rows that draw from all tokens
     limits = zip(heats.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
@@ -94,6 +94,18 @@ def counters(vocabulary: int) -> Words:
     return COUNTERS[vocabulary]
 
 
+def noise_keys(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> Words:
+    """`noise_keys` of the reference; 64-bit words wrap by themselves."""
+    key = _mix64(_mix64(seeds.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)) + positions.view(np.uint64))
+    return np.stack((key & np.uint64(LOW), key >> np.uint64(32)), axis=1).astype(np.uint32)
+
+
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def _bits(counter: Words, keys: Words) -> Words:
     """`noise_bits` of the reference; 32-bit words wrap by themselves."""
     x = counter + keys[:, :1]
@@ -132,3 +144,17 @@ def _draw(scaled: Floats, counter: Words, keys: Words) -> NDArray[np.int64]:
 
 def _scores(scaled: Floats, bits: Words) -> NDArray[np.float64]:
     return scaled.astype(np.float64) - np.log(-np.log1p(-(bits + 0.5) * 2.0**-32))
+
+
+@penalize.implement("cpu", when=lambda device: device.type == "cpu")
+def penalize_cpu(
+    logits: Tensor, counts: Tensor, seen: Tensor, repetition: float, presence: float, frequency: float
+) -> None:
+    """`penalize` of the reference, touching the tokens seen only. Every token of the output has been seen."""
+    row: Floats = logits.numpy()
+    ids = np.flatnonzero(seen.numpy())
+    known = row[ids]
+    often = counts.numpy()[ids].astype(np.float32)
+    factor = np.float32(repetition)
+    known = np.where(known > 0, known / factor, known * factor)
+    row[ids] = known - (np.float32(frequency) * often + np.float32(presence) * (often > 0))
