@@ -188,7 +188,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to run (before the steps in flight have their results)."""
         step = self._step + 1
-        self._work, self._workers, self._pressed = [], [], False
+        self._pressed = False
         opened: list[RowSetup] = []
         budget = self.config.step_tokens
         left = budget
@@ -206,9 +206,10 @@ class Scheduler:
         self._count["step_tokens"] += sum(map(_tokens, self._work)) if self._pressed else budget - left
         blocks, moves = self.manager.drain()
         closed, self._closed = self._closed, []
-        workers = self._workers
-        self._flights.append((step, self._work, workers, [seq.holding for seq in workers]))
-        return StepPlan(step=step, closed=closed, opened=opened, blocks=blocks, moves=moves, work=self._work)
+        work, workers = self._work, self._workers
+        self._work, self._workers = [], []
+        self._flights.append((step, work, workers, [seq.holding for seq in workers]))
+        return StepPlan(step=step, closed=closed, opened=opened, blocks=blocks, moves=moves, work=work)
 
     def _plan_decoding(self, budget: int, step: int) -> int:
         """Give each row its newest token and drafts; returns what is left of the budget."""
@@ -222,13 +223,11 @@ class Scheduler:
             if budget <= 0:
                 break
             holding = seq.holding
-            if seq.left <= 0 or holding is None:  # all it may draw is in flight; preempted by an older row
+            if seq.high >= seq.limit - 1 or holding is None:  # all it may draw is in flight; preempted just now
                 continue
             drafts = 0
             if width:
-                drafts = min(width, budget - 1, seq.left - 1, seq.limit - 2 - seq.high)
-                if drafts < 0:  # steps in flight may already have reached the end
-                    continue
+                drafts = min(width, budget - 1, seq.limit - 2 - seq.high)
                 if seq.again.drafts != drafts:
                     seq.again = Continue(seq.row, drafts)
             low = seq.low
@@ -237,7 +236,6 @@ class Scheduler:
                 continue
             seq.low = low + 1
             seq.high = stop
-            seq.left -= 1
             seq.in_flight += 1
             budget -= 1 + drafts
             work.append(seq.again)
@@ -262,11 +260,10 @@ class Scheduler:
     def _work_chunk(self, seq: Sequence, stop: int, step: int) -> None:
         """Plan [high, stop) of a row; at the end of what is known a token is drawn, if any may be."""
         last = stop == len(seq.tokens)
-        samples = last and seq.left > 0
+        samples = last and stop < seq.limit
         self._work.append(Chunk(seq.row, seq.high, stop, samples))
         self._workers.append(seq)
         seq.low = seq.high = stop
-        seq.left -= samples
         seq.in_flight += 1
         seq.served = step
         if last:
@@ -401,7 +398,6 @@ class Scheduler:
                     if entry.drafts:
                         seq.low += gained - 1
                         seq.high -= entry.drafts + 1 - gained
-                        seq.left -= gained - 1
                 if computed < stay.turn:
                     stay.computed = computed
                 else:

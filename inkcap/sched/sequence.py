@@ -33,7 +33,6 @@ class Sequence:
         "high",
         "holding",
         "in_flight",
-        "left",
         "limit",
         "low",
         "name",
@@ -63,7 +62,6 @@ class Sequence:
         self.holding: Holding | None = None  # while it runs
         self.again = Continue(-1)  # the work of a plain decode step, made once a stay
         self.low = self.high = 0
-        self.left = 0  # tokens that steps not yet planned may still draw
         self.in_flight = 0  # planned steps without a result
         self.served = 0  # the step that last had work for it, kept where not all rows get some; 0: never ran
         self.cached_tokens: int | None = None  # prompt tokens that were found, until reported
@@ -84,7 +82,6 @@ class Sequence:
         self.holding = holding
         self.again = Continue(row)
         self.low = self.high = holding.start
-        self.left = self.limit - len(self.tokens)
 
     def preempt(self) -> None:
         """RUNNING -> WAITING. The caller has released the holding; state is computed again later."""

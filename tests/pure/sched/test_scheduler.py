@@ -266,9 +266,9 @@ def test_lower_priority_is_preempted_before_younger() -> None:
     assert ends == ["urgent", "background"]
 
 
-def one_is_about_to_be_preempted() -> Story:
+def one_is_about_to_be_preempted(rows: int = 8) -> Story:
     """Eight blocks are held; the old one needs a ninth soon, while the young one has a step in flight."""
-    story = Story(full=9, prefix=False)
+    story = Story(full=9, prefix=False, rows=rows)
     story.add("old", 256, max_tokens=250)
     story.add("young", 200, max_tokens=250)
     story.script["young"] = [[i] for i in range(250)]
@@ -285,6 +285,45 @@ def test_what_is_in_flight_when_a_row_is_preempted_still_counts() -> None:
     assert story.told("young") == [*before, len(before)]
     story.finish()
     assert story.told("young") == list(range(250))
+
+
+def test_log_probabilities_of_the_prompt_survive_a_preemption() -> None:
+    story = Story()
+    story.add("a", [5, 6, 7, 8], max_tokens=2, prompt_logprobs=0)
+    found = [Logprobs([t], [0.0], 1) for t in (6, 7, 8)]
+    first = story.scheduler.plan()
+    assert first is not None
+    story.scheduler._preempt(story.scheduler._sequences["a"])
+    # the first token was on its way, but the log-probabilities that belong to it are lost with the row
+    rows = [RowResult(0, [7], None, found)]
+    assert story.scheduler.apply(StepResult(step=first.step, rows=rows)) == []
+    again = story.scheduler.plan()
+    assert again is not None
+    assert again.work == [Chunk(0, 0, 4, True)]
+    (delta,) = story.scheduler.apply(StepResult(step=again.step, rows=rows))
+    assert delta.prompt_logprobs == [None, *found]
+
+
+def test_nobody_is_let_in_while_a_running_row_lacks_blocks() -> None:
+    story = one_is_about_to_be_preempted(rows=2)
+    story.step()
+    story.add("urgent", 10, priority=-1)  # waits for a row
+    while not story.scheduler.stats().preemptions:
+        plan = story.step()
+    assert plan is not None
+    assert plan.opened == []
+    plan = story.step()
+    assert plan is not None
+    assert [story._names[setup.seed] for setup in plan.opened] == ["urgent"]
+
+
+def test_a_row_alone_never_takes_from_itself() -> None:
+    # the window group holds just what one chunk needs, so two chunks are never out at once
+    story = Story(window=6, chunk=128, step_tokens=128)
+    story.add("a", 1000, max_tokens=300)
+    story.finish()
+    assert story.scheduler.stats().preemptions == 0
+    assert len(story.told("a")) == 300
 
 
 def test_a_sequence_may_end_while_it_waits_again() -> None:

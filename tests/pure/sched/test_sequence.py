@@ -19,12 +19,12 @@ def stay(of: Sequence, start: int = 0) -> Holding:
 def test_it_waits_runs_waits_again_and_ends() -> None:
     one = sequence()
     one.start(3, stay(one))
-    assert (one.status, one.row, one.left) == (Status.RUNNING, 3, 5)
+    assert (one.status, one.row, one.limit) == (Status.RUNNING, 3, 7)
     one.tokens += [8, 9]
     one.preempt()
     assert (one.status, one.holding) == (Status.WAITING, None)
     one.start(1, stay(one, 1))
-    assert (one.row, one.low, one.high, one.left) == (1, 1, 1, 3)
+    assert (one.row, one.low, one.high, one.generated) == (1, 1, 1, 2)
     one.end(Finish.STOP)
     assert (one.status, one.finish) == (Status.FINISHED, Finish.STOP)
 

@@ -162,6 +162,7 @@ class Device:
         else:
             start, samples = len(row.tokens) - 1, True
             run = row.tokens + self.drafted(row, entry.drafts)
+        assert len(run) <= row.prompt_length + row.request.max_tokens, "a step runs past the longest answer"
         if row.floor is None:
             row.floor = start
         self.target_layers(row, start, run)
@@ -421,7 +422,7 @@ def traces(draw: st.DrawFn) -> Trace:
         drafts=drafts,
         lag=lag,
         lookahead=lag + 1 if lag else draw(st.sampled_from([0, 0, 1])),
-        depth=draw(st.sampled_from([0, 1, 1])),
+        depth=draw(st.sampled_from([0, 1, 1, 2])),
         prefix=draw(st.sampled_from([True, True, True, False])),
         luck=rng.randrange(1000),
     )
