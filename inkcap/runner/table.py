@@ -148,8 +148,9 @@ class RowTable:
         if allowed is not None:
             made.forbidden = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
             made.forbidden[self._ids(allowed)] = False
-        if setup.bad_words_ids:
-            made.bad_words = self._bad_words(setup.bad_words_ids)
+        # a word with an id that does not exist cannot come about
+        if words := [word for word in setup.bad_words_ids if word and 0 <= min(word) <= max(word) < self.vocab_size]:
+            made.bad_words = self._bad_words(words)
         if penalised:
             made.repetition = params.repetition_penalty
             made.presence, made.frequency = params.presence_penalty, params.frequency_penalty

@@ -63,7 +63,13 @@ def test_only_rows_that_use_them_have_extras():
             setup(0, [1], logprobs=5, top_k=3),
             setup(1, [1, 2, 2, 9, 9], prompt_length=2, frequency_penalty=0.5),
             setup(2, [1, 2], min_tokens=3, stop_token_ids=[50]),
-            setup(3, [1], logit_bias={4: 1e6, 5: -1e6}, allowed_token_ids=[4, 5], bad_words_ids=[[8], [1, 2, 3]]),
+            setup(
+                3,
+                [1],
+                logit_bias={4: 1e6, 5: -1e6},
+                allowed_token_ids=[4, 5],
+                bad_words_ids=[[8], [], [1, 2, 3], [100], [100, 5]],
+            ),
         ]
     )
     assert set(rows.extras) == {1, 2, 3}
