@@ -98,6 +98,7 @@ async def serve_app(app: FastAPI, listener: socket.socket) -> int:
     settings = uvicorn.Config(
         app,
         http="httptools",
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,

@@ -12,6 +12,7 @@ from inkcap.base.errors import BadRequest, NotBuiltYet
 from inkcap.base.request import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # goes to the engine as it is: any int would not fit a message
 Effort = str | float | None
 COMPLETION_TOKENS = 16  # of a text completion that does not say
 MOST_PROMPTS = 4096  # prompts of one request
@@ -40,7 +41,7 @@ class Sampled(Body):
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int32 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -66,8 +67,8 @@ class Sampled(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    priority: int = 0
-    request_id: str | None = None
+    priority: Int32 = 0
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")] | None = None
     cache_salt: Annotated[str, Field(max_length=128)] | None = None
     use_beam_search: bool = False
     # accepted and of no effect

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import itertools
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -190,6 +193,71 @@ class Site:
         self.server.should_exit = True
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive()
+
+
+class Process:
+    """A running server: Python with `words`, which end in a checkpoint and flags. `log` grows as it writes."""
+
+    def __init__(self, words):
+        words = [sys.executable, *words, "--port", "0", "--served-model-name", "demo"]
+        self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.log = ""
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+        until(lambda: "listening" in self.log)
+        self.url = re.search(r"listening on (\S+)", self.log)[1]
+
+    def read(self):
+        for line in self.process.stderr:
+            self.log += line
+
+    def ready(self):
+        until(lambda: httpx.get(self.url + "/health").status_code == 200)
+        return self
+
+    def engine(self):
+        """The process id of the engine."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[1] == str(self.process.pid):
+                return int(stat.parent.name)
+        raise AssertionError("no engine process")
+
+    def ended(self):
+        """Its exit code, once it has ended."""
+        code = self.process.wait(20)
+        self.reader.join(20)
+        return code
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.reader.join(20)
+        self.process.stderr.close()
+
+
+class Follower(threading.Thread):
+    """Sends one request and keeps status and text; `text` grows while a stream comes."""
+
+    def __init__(self, url, body):
+        super().__init__(daemon=True)
+        self.url, self.body, self.status, self.text = url, body, None, ""
+        self.start()
+
+    def run(self):
+        with httpx.stream("POST", self.url + "/v1/chat/completions", json=self.body, timeout=30) as response:
+            self.status = response.status_code
+            for piece in response.iter_text():
+                self.text += piece
+
+    def whole(self):
+        self.join(20)
+        assert not self.is_alive()
+        return self.text
 
 
 def until(condition: Callable[[], object], seconds: float = DEADLINE_S) -> None:

@@ -6,9 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +16,9 @@ import pytest
 from inkcap.base.config import EngineConfig, ModelConfig, ServerConfig
 from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid
 from inkcap.server.run import address, curl_line, listen, serve_checkpoint
-from tests.server.conftest import until
+from tests.server.conftest import Follower, Process, until
 
 PROGRAM = str(Path(__file__).parents[2] / "bench" / "no_model.py")
-CHAT = "/v1/chat/completions"
 LONG = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 30_000, "ignore_eos": True}
 
 
@@ -38,79 +34,17 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-class Process:
-    """A running server. `log` grows as it writes."""
-
-    def __init__(self, checkpoint, *flags):
-        words = [sys.executable, PROGRAM, str(checkpoint), "--port", "0", "--served-model-name", "demo", *flags]
-        self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        self.log = ""
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        self.reader.start()
-        until(lambda: "listening" in self.log)
-        self.url = re.search(r"listening on (\S+)", self.log)[1]
-
-    def read(self):
-        for line in self.process.stderr:
-            self.log += line
-
-    def ready(self):
-        until(lambda: httpx.get(self.url + "/health").status_code == 200)
-        return self
-
-    def engine(self):
-        """The process id of the engine."""
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if fields[1] == str(self.process.pid):
-                return int(stat.parent.name)
-        raise AssertionError("no engine process")
-
-    def ended(self):
-        """Its exit code, once it has ended."""
-        code = self.process.wait(20)
-        self.reader.join(20)
-        return code
-
-
 @pytest.fixture
 def start(checkpoint):
     running = []
 
     def begin(*flags):
-        running.append(Process(checkpoint, *flags))
+        running.append(Process([PROGRAM, str(checkpoint), *flags]))
         return running[-1]
 
     yield begin
     for server in running:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait()
-        server.reader.join(20)
-        server.process.stderr.close()
-
-
-class Follower(threading.Thread):
-    """Sends one request and keeps status and text; `text` grows while a stream comes."""
-
-    def __init__(self, url, body):
-        super().__init__(daemon=True)
-        self.url, self.body, self.status, self.text = url, body, None, ""
-        self.start()
-
-    def run(self):
-        with httpx.stream("POST", self.url + CHAT, json=self.body, timeout=30) as response:
-            self.status = response.status_code
-            for piece in response.iter_text():
-                self.text += piece
-
-    def whole(self):
-        self.join(20)
-        assert not self.is_alive()
-        return self.text
+        server.close()
 
 
 def test_a_drain_lets_open_requests_finish(start):
@@ -123,7 +57,7 @@ def test_a_drain_lets_open_requests_finish(start):
     until(lambda: "draining" in server.log)
     health = httpx.get(server.url + "/health")
     assert (health.status_code, health.json()) == (503, {"status": "draining"})
-    refused = httpx.post(server.url + CHAT, json=LONG)
+    refused = httpx.post(server.url + "/v1/chat/completions", json=LONG)
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
     text = follower.whole()
