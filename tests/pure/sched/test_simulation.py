@@ -463,6 +463,13 @@ def test_the_fixed_trace_does_what_the_random_ones_are_meant_to(lag: int, drafts
     assert (outcome.device.accepted > 0) == (drafts > 0)
 
 
+def test_a_preempted_row_waits_for_all_its_steps_in_flight() -> None:
+    # let in sooner, it would draw a token again that is still on its way
+    for seed in range(1, 7):
+        outcome = simulate(replace(crowded(0, 0, seed=seed), depth=3))
+        assert outcome.scheduler.stats().preemptions > 0
+
+
 # -- mutations: each is an error somebody could make; the simulation must see it
 
 
