@@ -1,10 +1,13 @@
-"""For all tests: modules beside this file can be imported, and memory from torch.empty is NaN until written."""
+"""For all tests: modules beside this file can be imported, memory from torch.empty is NaN until written, and Triton
+kernels run in the interpreter unless the environment says otherwise."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are declared; scripts/test-gpu sets it to 0
 sys.path.insert(0, str(Path(__file__).parent))
 
 

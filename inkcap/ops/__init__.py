@@ -1,4 +1,9 @@
-"""The ops, one import per line. Importing this package declares ops and implementations; `dispatch.bind` chooses."""
+"""The ops, one import per line. Importing this package declares ops and implementations; `dispatch.bind` chooses.
+
+Those in Triton are declared where Triton is installed.
+"""
+
+from importlib.util import find_spec
 
 from inkcap.ops.act import ref as act_ref
 from inkcap.ops.attention import cpu as attention_cpu
@@ -18,6 +23,9 @@ from inkcap.ops.sample import cpu as sample_cpu
 from inkcap.ops.sample import ref as sample_ref
 from inkcap.ops.sconv import cpu as sconv_cpu
 from inkcap.ops.sconv import ref as sconv_ref
+
+if find_spec("triton") is not None:
+    from inkcap.ops import kernels  # noqa: F401
 
 __all__ = [
     "act_ref",
