@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from inkcap.base.checkpoint import read_config, read_json
 from inkcap.base.errors import CheckpointMismatch, ConfigInvalid, NotEnoughMemory
 from inkcap.base.formats import WeightFormat
-from inkcap.models.registry import find_entry
+from inkcap.models.registry import find_entry, write_demo
 from inkcap.ops.quantize.ref import (
     E2M1_MAX,
     E4M3_MAX,
@@ -306,3 +307,18 @@ def finish(
     declared = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "quantized_layers": layers}
     (target / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}, indent=2) + "\n")
     shutil.copyfile(source / "config.json", target / "config.json")  # last: without it this is no checkpoint
+
+
+def write_quantised_demo(directory: Path, settings: Settings, *, family: str, seed: int = 0) -> None:
+    """The demo checkpoint of `family`, quantised. Raises as `write_demo` and `quantize` do."""
+    if directory.exists() and any(directory.iterdir()) and not (directory / "demo.json").exists():
+        raise ConfigInvalid(f"{directory} is not empty and holds no demo checkpoint; choose another directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=directory.parent) as scratch:
+        dense, packed = Path(scratch) / "dense", Path(scratch) / "packed"
+        write_demo(dense, family=family, seed=seed)
+        quantize(dense, packed, settings, progress=False)
+        (packed / PROGRESS).unlink()
+        if directory.exists():
+            shutil.rmtree(directory)
+        packed.rename(directory)

@@ -17,6 +17,8 @@ from inkcap.models.inkling.model import Inkling
 from inkcap.models.inkling.weights import EXPERTS as INKLING_EXPERTS
 from inkcap.models.inkling.weights import TABLES as INKLING_TABLES
 from inkcap.models.inkling2.config import Inkling2Config
+from inkcap.models.inkling2.demo import write as write_inkling2_demo
+from inkcap.models.inkling2.demo import write_mini as write_mini_demo
 from inkcap.models.inkling2.model import Inkling2
 from inkcap.models.inkling2.weights import EXPERTS as INKLING2_EXPERTS
 from inkcap.models.inkling2.weights import TABLES as INKLING2_TABLES
@@ -169,7 +171,7 @@ def load_model(
     return entry.load(directory, config, comm, dtype, device, progress)
 
 
-DEMOS = {"inkling": write_inkling_demo}
+DEMOS = {"inkling": write_inkling_demo, "inkling2": write_inkling2_demo, "inkling2-mini": write_mini_demo}
 
 
 def write_demo(directory: Path, *, family: str = "inkling", seed: int = 0) -> None:

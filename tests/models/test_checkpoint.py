@@ -9,6 +9,7 @@ from transformers import InklingConfig, InklingForCausalLM, InklingForConditiona
 
 import inkcap.ops  # noqa: F401  declares the implementations
 from inkcap.base.errors import CheckpointMismatch, ConfigInvalid
+from inkcap.models import demo as parts
 from inkcap.models.inkling import demo
 from inkcap.models.registry import REGISTRY, load_model, supported, write_demo
 from inkcap.ops.dispatch import bind
@@ -168,14 +169,14 @@ def test_the_demo_is_small_and_has_a_tokenizer(tmp_path):
 def test_the_demo_speaks_the_chat_format(tmp_path):
     write_demo(tmp_path)
     model = load_model(tmp_path, comm=Comm.alone(), dtype=torch.float32, device=CPU)
-    text = torch.randint(0, demo.ORDINARY, (80,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = World(model.states).batch([(0, 0, [*text, demo.END_MESSAGE, demo.MESSAGE_MODEL, demo.CONTENT_TEXT])])
+    text = torch.randint(0, parts.ORDINARY, (80,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = World(model.states).batch([(0, 0, [*text, parts.END_MESSAGE, parts.MESSAGE_MODEL, parts.CONTENT_TEXT])])
     chances = model.head(model.forward(batch)[20:]).softmax(-1)
-    assert chances[-3, demo.MESSAGE_MODEL] > 0.99
-    assert chances[-2, demo.CONTENT_TEXT] > 0.99
-    ends = chances[:-3, demo.END_SAMPLING]
+    assert chances[-3, parts.MESSAGE_MODEL] > 0.99
+    assert chances[-2, parts.CONTENT_TEXT] > 0.99
+    ends = chances[:-3, parts.END_SAMPLING]
     assert 0.001 < ends.median() < 0.02  # answers of tens to hundreds of tokens
-    control = chances[:-2, demo.ORDINARY :].sum(-1)[:-1] - ends
+    control = chances[:-2, parts.ORDINARY :].sum(-1)[:-1] - ends
     assert control.max() < 0.01
     likely = chances[:-3].max(-1).values
     assert 0.01 < likely.median() < 0.9  # neither uniform nor certain
