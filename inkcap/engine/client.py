@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 
 import zmq
 
@@ -30,6 +31,7 @@ from inkcap.engine.wire import (
     from_engine,
     pair_socket,
     raised,
+    sent,
 )
 
 ENGINE_PROGRAM = ("-m", "inkcap.engine.process")
@@ -118,7 +120,8 @@ class EngineClient:
             self._context.term()
             shutil.rmtree(self.folder, ignore_errors=True)
             raise SetupError(f"cannot listen at {address}: {error}; set TMPDIR to a short, writable path") from None
-        self._child = Child(program, EngineSetup(config=config, address=address, folder=self.folder))
+        told = replace(config, server=replace(config.server, api_key=None))  # not the engine's business
+        self._child = Child(program, EngineSetup(config=told, address=address, folder=self.folder))
         loop.add_reader(self._socket.fileno(), self._read)
         loop.add_reader(self._child.alive, self._died)
         loop.call_soon(self._read)
@@ -214,7 +217,8 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         if self.fault is not None or self._socket.closed:
             return
-        self._socket.send(encode(message))
+        if not sent(self._socket, encode(message)):
+            return  # the engine has just died, which `_died` will tell
         # Sending may swallow the edge that announces a message: ZeroMQ's descriptor is edge-triggered.
         if self._socket.poll(0):
             self._loop.call_soon(self._read)

@@ -32,7 +32,7 @@ class Port(Protocol):
 
 
 class Core:
-    """One engine: a scheduler, an executor and a connection. Everything but `drain` belongs to the thread of `run`."""
+    """A scheduler, an executor and a connection. All but `drain` and `end` belongs to the thread of `run`."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, port: Port) -> None:
         self.scheduler = scheduler
@@ -42,6 +42,7 @@ class Core:
         self.outbox: list[TokenDelta] = []
         self.stopping = False
         self.draining = False
+        self.ending = False
         self.announced = False  # the client knows that it drains
 
     def run(self) -> None:
@@ -56,9 +57,14 @@ class Core:
             raise EngineFault(cause) from error
 
     def drain(self) -> None:
-        """Take no new sequences, finish the open ones, then end `run`. Safe in a signal handler and in any thread."""
+        """Take no new sequences. Safe in a signal handler and in any thread."""
         self.draining = True
         self.port.wake()
+
+    def end(self) -> None:
+        """Take no new sequences, finish the open ones, then end `run`. Safe in a signal handler and in any thread."""
+        self.ending = True
+        self.drain()
 
     def _turn(self) -> None:
         """One round of the loop. Blocks only while there is nothing to do at all, or for the oldest step in flight."""
@@ -78,7 +84,7 @@ class Core:
     def _take(self, block: bool) -> None:
         if self.executor.fault is not None:
             raise EngineFault(self.executor.fault)
-        for message in self.port.receive(block and not self.draining):
+        for message in self.port.receive(block and not self.ending):
             match message:
                 case Submit(request):
                     self._open(request)
@@ -92,7 +98,7 @@ class Core:
         if self.draining and not self.announced:
             self.announced = True
             self.port.send(Drains())
-        if self.draining and not self.scheduler.unfinished and not self.in_flight:
+        if self.ending and not self.scheduler.unfinished and not self.in_flight:
             self.stopping = True
 
     def _open(self, request: GenerateRequest) -> None:

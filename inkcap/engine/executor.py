@@ -19,7 +19,7 @@ from inkcap.base.errors import EngineFault
 from inkcap.base.step import StepPlan, StepResult
 from inkcap.cache.group import CacheGroup
 from inkcap.engine.child import Child
-from inkcap.engine.wire import raised
+from inkcap.engine.wire import raised, sent
 
 
 class RankFacts(Struct, frozen=True, kw_only=True):
@@ -131,6 +131,7 @@ class RankFailed(Struct, frozen=True, array_like=True, tag=True):
 
 RankMessage = RankReady | RankResult | RankFailed
 LAST_WORDS_MS = 200
+LOOK_MS = 20
 RANK_PROGRAM = ("-m", "inkcap.engine.rank")
 
 
@@ -178,7 +179,11 @@ class ProcessExecutor:
             self._pending.append(future)
         frame = msgspec.msgpack.encode(plan)
         for socket in self._plans:
-            socket.send(frame)
+            # A socket without a peer takes nothing: the rank is still connecting, or it died and `fault` comes soon.
+            while not sent(socket, frame):
+                if self.fault is not None:
+                    return future
+                socket.poll(LOOK_MS, zmq.POLLOUT)
         return future
 
     def close(self) -> None:
@@ -255,7 +260,7 @@ def reply_address(folder: Path) -> str:
 
 
 def bound(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
-    """A socket that never drops and never blocks: at most two plans are in flight."""
+    """A socket that drops nothing and blocks only without a peer: at most two plans are in flight."""
     socket = context.socket(kind)
     socket.set(zmq.SNDHWM, 0)
     socket.bind(address)

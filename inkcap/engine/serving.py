@@ -1,6 +1,7 @@
 """The lives of an engine process and of a rank process: setup from stdin, work, exit code."""
 
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,12 +27,15 @@ from inkcap.engine.executor import (
 )
 from inkcap.engine.wire import EngineSetup, Ready, SetupFailed, SocketPort, described
 
+CLOSING_SECONDS = 1.0  # that a server takes to close its engine once it has drained
+
 
 def serve_core(build: Callable[[EngineConfig, Port], tuple[Core, EngineInfo]]) -> int:
     """Build the engine, run it until it is told to stop, and return the exit code.
 
-    SIGINT is ignored: in a terminal it is meant for the server, which drains first and then ends this process. SIGTERM
-    drains, since a service manager sends it to both at once.
+    SIGINT is ignored: in a terminal it is meant for the server, which drains first and then ends this process. On
+    SIGTERM no new requests are taken and the open ones finish; then it waits for the server, to which a service manager
+    has sent the same signal, and ends by itself only when the server's own deadline has passed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = read_setup(EngineSetup)
@@ -46,7 +50,14 @@ def serve_core(build: Callable[[EngineConfig, Port], tuple[Core, EngineInfo]]) -
         port.send(SetupFailed(*described(error)))
         port.close()
         return SETUP
-    signal.signal(signal.SIGTERM, lambda *_: core.drain())
+
+    def terminate(*_: object) -> None:
+        core.drain()
+        patience = threading.Timer(setup.config.server.drain_seconds + CLOSING_SECONDS, core.end)
+        patience.daemon = True
+        patience.start()
+
+    signal.signal(signal.SIGTERM, terminate)
     port.send(Ready(info))
     try:
         core.run()

@@ -128,6 +128,15 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
     folder: str  # where it lies; removed by whoever ends last
 
 
+def sent(socket: zmq.Socket, frame: bytes | bytearray) -> bool:
+    """Queue one frame without ever blocking; False when there is no peer, or no more."""
+    try:
+        socket.send(frame, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
 def described(error: BaseException) -> tuple[str, str]:
     """Kind and message with which an exception crosses to another process."""
     if isinstance(error, InkcapError):

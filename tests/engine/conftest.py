@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
+from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig, ServerConfig
 from inkcap.base.errors import EngineFault
 
 HERE = Path(__file__).parent
@@ -46,6 +46,7 @@ def config(path, *, memory_bytes=16 << 20, tp=1, prefix=True, **sched):
         model=ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
         cache=CacheConfig(memory_bytes=memory_bytes, prefix=prefix, keep_every=64),
         sched=SchedConfig(**sched),
+        server=ServerConfig(drain_seconds=0.0),
     )
     return replace(base, parallel=replace(base.parallel, tp=tp))
 

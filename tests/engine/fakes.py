@@ -14,7 +14,7 @@ from inkcap.base.errors import CheckpointMismatch
 from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
 from inkcap.cache.group import CacheGroup
 from inkcap.engine.core import build_core
-from inkcap.engine.executor import LocalExecutor, RankFacts
+from inkcap.engine.executor import LocalExecutor, ProcessExecutor, RankFacts
 from inkcap.engine.serving import serve_core, serve_rank
 
 VOCABULARY = 100
@@ -80,7 +80,10 @@ class FakeRank:
 
 
 def fake_engine(config, port):
-    """What `assemble` does, over a fake rank."""
+    """What `assemble` does, over fake ranks."""
+    if config.parallel.tp > 1:
+        ranks = ProcessExecutor(config, config.parallel.tp, port.wake, RANK)
+        return build_core(config, port, ranks, ranks.facts)
     executor = LocalExecutor(lambda: FakeRank(config))
     return build_core(config, port, executor, executor.facts)
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 from conftest import DEADLINE, config, outcome, run, settled, until
 from fakes import ENGINE, token_at
 
@@ -176,6 +177,21 @@ def test_a_killed_engine_ends_every_open_request_at_once():
     run(test())
 
 
+def test_submitting_to_an_engine_that_has_just_died_does_not_hang():
+    async def test():
+        client = await started()
+        os.kill(client.pid, signal.SIGKILL)
+        limit = time.monotonic() + DEADLINE
+        while client._socket.poll(0, zmq.POLLOUT):  # the event loop, which would notice the death, gets no turn
+            assert time.monotonic() < limit, "the socket never lost its peer"
+        assert client.fault is None
+        stream = client.submit(request("late"))
+        assert isinstance((await outcome(stream))[1], EngineFault)
+        await client.close()
+
+    run(test())
+
+
 def test_a_failing_step_ends_every_open_request_with_its_reason():
     async def test():
         client = await started('{"fail_at": 5}')
@@ -213,7 +229,8 @@ def test_an_engine_that_cannot_start_says_why(behaviour, kind, message):
     run(test())
 
 
-def test_sigterm_lets_open_requests_finish_and_refuses_new_ones():
+@pytest.mark.parametrize("closed", [True, False], ids=["closed by the server", "left alone"])
+def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(closed):
     async def test():
         client = await started('{"step_seconds": 0.002}')
         stream = client.submit(request("open", max_tokens=200))
@@ -225,9 +242,11 @@ def test_sigterm_lets_open_requests_finish_and_refuses_new_ones():
         tokens, finish = await outcome(stream)
         assert first[0].tokens + tokens == expected(3, 200)[: len(first[0].tokens) + len(tokens)]
         assert finish is Finish.LENGTH
-        await until(lambda: client.fault is not None)
-        assert client.exit_code == 0
+        assert client.fault is None
+        if not closed:
+            await until(lambda: client.fault is not None)
         await client.close()
+        assert client.exit_code == 0
 
     run(test())
 
@@ -267,6 +286,29 @@ def test_the_engine_ends_when_its_client_is_killed():
         assert time.monotonic() < limit, f"engine {pid} outlived its client (expected exit {ORPHANED})"
         time.sleep(0.01)
     assert not Path(folder).exists()
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("victim", ["rank", "engine"])
+def test_ranks_and_engine_go_down_together(victim):
+    async def test():
+        client = await started('{"step_seconds": 0.001}', tp=2)
+        ranks = children(client.pid)
+        assert len(ranks) == 2
+        readers = [asyncio.create_task(outcome(client.submit(request(f"r{i}", max_tokens=4000)))) for i in range(3)]
+        await until(lambda: client.open_count == 3)
+        os.kill(ranks[1] if victim == "rank" else client.pid, signal.SIGKILL)
+        for _, finish in await asyncio.gather(*readers):
+            assert isinstance(finish, EngineFault)
+            assert ("rank 1 was killed by SIGKILL" if victim == "rank" else "SIGKILL") in str(finish)
+        await until(lambda: client.exit_code is not None and not any(map(alive, ranks)))
+        assert client.exit_code == (FAULT if victim == "rank" else -signal.SIGKILL)
+        await client.close()
+
+    run(test())
 
 
 def test_close_while_loading_ends_the_process():

@@ -166,11 +166,12 @@ def bench_delta(name):
     return TokenDelta(name, [token_at(5, 3)], finish=Finish.LENGTH, cached_tokens=0)
 
 
-def test_draining_finishes_what_is_open_and_refuses_the_rest():
+@pytest.mark.parametrize("how", ["drain", "end"])
+def test_draining_finishes_what_is_open_and_refuses_the_rest(how):
     bench = Bench()
     bench.submit("open", max_tokens=6)
     bench.next_plan()
-    bench.core.drain()
+    getattr(bench.core, how)()
     bench.submit("new")
     bench.step(1000)
     finishes, announced = {}, 0
@@ -182,14 +183,18 @@ def test_draining_finishes_what_is_open_and_refuses_the_rest():
                 finishes[delta.request_id] = (delta.finish, delta.error)
     assert announced == 1
     assert finishes == {"open": (Finish.LENGTH, None), "new": (Finish.ERROR, "the engine is shutting down")}
+    if how == "drain":
+        bench.port.post(AskStats(1))
+        assert isinstance(bench.message(), Stats), "it waits to be told to end"
+        bench.core.end()
     bench.thread.join(DEADLINE)
     assert not bench.thread.is_alive()
     assert bench.error is None
 
 
-def test_draining_an_idle_core_ends_it():
+def test_an_idle_core_ends():
     bench = Bench()
-    bench.core.drain()
+    bench.core.end()
     bench.thread.join(DEADLINE)
     assert not bench.thread.is_alive()
     assert bench.message() == Drains()
