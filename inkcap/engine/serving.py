@@ -74,7 +74,7 @@ def serve_rank(load: Callable[[RankSetup], Runs]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when ranks end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup = read_setup(RankSetup)
-    end_with_parent()
+    end_with_parent(setup.folder)
     start_logging(f"rank {setup.rank}", setup.config.server.log_level)
     folder = Path(setup.folder)
     context = zmq.Context()

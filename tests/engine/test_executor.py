@@ -93,3 +93,4 @@ def test_ranks_end_with_their_engine(start):
     while any(alive(pid) for pid in executor.pids):
         assert time.monotonic() < limit, "a rank outlived its engine"
         time.sleep(0.01)
+    assert not executor.folder.exists()
