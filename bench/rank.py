@@ -1,0 +1,415 @@
+"""Time per decode step and prefill rate of a model with the widths that one rank of a large one holds, on one GPU.
+
+    python bench/rank.py [--shape inkling-tp8] [--weights bf16] [--decode 1x1024 8x1024] [--prefill 32768]
+
+The model is made on the device, without a checkpoint and without a tokenizer: random weights of a size that keeps
+activations near one. It runs through the engine: scheduler, worker, sampler. TPOT is (time of 129 tokens - time of 1)
+/ 128, read off one run: from when every sequence has its first token until 128 steps later.
+
+Decode rows do not run their prompts: the scheduler plans them and the worker prepares them, but the layers are skipped
+and the cache holds random numbers. Prefill rows run everything. Each result is a JSON line, also appended to `--out`.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from random import Random
+
+import torch
+from torch import Tensor
+
+from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
+from inkcap.base.errors import EngineFault
+from inkcap.base.formats import WeightFormat
+from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams, TokenDelta
+from inkcap.base.sampling import TokenRules
+from inkcap.cache.arena import Arena
+from inkcap.engine.core import Core, Port, build_core
+from inkcap.engine.executor import LocalExecutor
+from inkcap.engine.local import LocalEngine
+from inkcap.engine.rank import Rank
+from inkcap.layers.batch import Batch
+from inkcap.layers.formats import Stored
+from inkcap.models.inkling.config import InklingConfig
+from inkcap.models.inkling.model import Inkling
+from inkcap.ops.dispatch import bind, table
+from inkcap.ops.router.ref import route_sink
+from inkcap.ops.values import GroupView, Packing
+from inkcap.parallel.comm import Comm
+from inkcap.runner.worker import Worker
+
+READ_BYTES_A_SECOND = 4.68e12  # what a kernel that only reads reaches on an H200, 2 GiB at a time
+STEPS = 128  # that are timed
+WARM_STEPS = 8  # before them
+E2M1_SIZE = 2.93  # root mean square of the sixteen codes
+
+SHAPES = {
+    # one of eight ranks of the published model: heads, experts' widths and words are divided, layers cut to 24
+    "inkling-tp8": InklingConfig(
+        hidden_size=6144,
+        num_hidden_layers=24,
+        vocab_size=25128,
+        unpadded_vocab_size=25128,
+        max_length=1 << 20,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=128,
+        swa_num_attention_heads=8,
+        swa_num_key_value_heads=2,
+        swa_head_dim=128,
+        sliding_window_size=512,
+        local_layer_ids=tuple(layer for layer in range(24) if layer % 6 != 5),
+        d_rel=16,
+        rel_extent=1024,
+        log_scaling_n_floor=128_000,
+        log_scaling_alpha=0.1,
+        rms_norm_eps=1e-6,
+        sconv_kernel_size=4,
+        dense_layer_ids=(0, 1),
+        dense_intermediate_size=3072,
+        expert_intermediate_size=384,
+        n_routed_experts=256,
+        num_experts_per_tok=6,
+        n_shared_experts=2,
+        route_scale=8.0,
+        logits_mup_width_multiplier=1.0,
+    ),
+}
+# everything of the above at a size that a CPU runs at once
+SHAPES["tiny"] = replace(
+    SHAPES["inkling-tp8"],
+    hidden_size=256,
+    num_hidden_layers=8,
+    local_layer_ids=(0, 1, 2, 3, 4, 6, 7),
+    vocab_size=1000,
+    unpadded_vocab_size=1000,
+    dense_intermediate_size=128,
+    expert_intermediate_size=32,
+    n_routed_experts=16,
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a run gave: seconds per step, and when each step's tokens came."""
+
+    step_seconds: float
+    slowest_seconds: float
+    first_seconds: float  # until every sequence had its first token
+
+
+class Furnished:
+    """A model that skips prompts: chunks of more than one token give zeros. Single tokens run all layers."""
+
+    def __init__(self, model: Inkling, channels: int) -> None:
+        self.inner, self.channels = model, channels
+        self.family, self.vocab_size = model.family, model.vocab_size
+        self.max_length, self.states = model.max_length, model.states
+        self.head, self.slots = model.head, model.slots
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, D]."""
+        if batch.packing.widest > 1:
+            return self.inner.embed.table.new_zeros(len(batch.ids), self.channels)
+        return self.inner.forward(batch)
+
+
+def make_model(shape: InklingConfig, weights: str, device: torch.device) -> tuple[Inkling, dict[str, int]]:
+    """A model of random weights, and the bytes of its parameters as stored, by slot."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    packed = Stored(WeightFormat.NVFP4, WeightFormat.NVFP4)
+    layers = range(shape.num_hidden_layers)
+    stored = {n: packed for n in layers if not shape.dense(n)} if weights == "nvfp4" else {}
+    model = Inkling(shape, Comm.alone(), dtype, device, stored)
+    made = torch.Generator(device).manual_seed(0)
+    sizes: dict[str, int] = {}
+    for name, slot in model.slots().items():
+        target = slot.target
+        sizes[name] = target.numel() * target.element_size()
+        last = name.rsplit(".", 1)[-1]
+        if last == "codes":
+            target.random_(0, 256, generator=made)
+        elif last == "scales":
+            target.copy_(torch.rand(target.shape, generator=made, device=device) + 0.5)
+        elif last == "denominator":
+            target.fill_(1.0)
+        elif last == "amax":  # what codes of this size must be multiplied by
+            inputs = shape.hidden_size if ".w13." in name else shape.expert_intermediate_size
+            target.fill_(inputs**-0.5 / E2M1_SIZE / 1.04)
+        elif "norm" in name or last == "global_scale":
+            target.fill_(1.0 / shape.route_scale if "router" in name else 1.0)
+        elif last == "bias":
+            target.zero_()
+        elif "sconv" in name:
+            target.normal_(0, 0.1, generator=made)
+        elif name.endswith("rel.proj"):
+            target.normal_(0, 0.25, generator=made)
+        else:
+            target.normal_(0, 1.0 if name == "embed.weight" else slot.whole[-1] ** -0.5, generator=made)
+    model.unpack()
+    return model, sizes
+
+
+def experts_touched(model: Inkling, batch: int, device: torch.device) -> float:
+    """Distinct experts a layer, on average over layers, of `batch` random tokens at position 0."""
+    seen: list[int] = []
+    plain = route_sink.function
+
+    def counted(*args, **kwargs):
+        route = plain(*args, **kwargs)
+        seen.append(len(route.choice.unique()))
+        return route
+
+    ids = torch.randint(0, model.vocab_size, (batch,), device=device, generator=torch.Generator(device).manual_seed(1))
+    rows = torch.arange(batch, dtype=torch.int32, device=device)
+    first = torch.zeros_like(rows)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    spans = tuple((n, n + 1, n, 0) for n in range(batch))
+    packing = Packing(starts, rows, first, rows, first.long(), spans)
+    groups = {state.group: state.block for state in model.states}
+    views = {
+        group: GroupView(
+            block,
+            torch.zeros(batch, 1, dtype=torch.int32, device=device),
+            torch.full((batch,), -1, dtype=torch.int64, device=device),
+        )
+        for group, block in groups.items()
+    }
+    planes = Arena(model.states, dict.fromkeys(groups, 2), device).planes
+    route_sink.function = counted
+    try:
+        with torch.inference_mode():
+            model.forward(Batch(ids, packing, rows.long(), views, planes))
+    finally:
+        route_sink.function = plain
+    return sum(seen) / len(seen)
+
+
+def floor_seconds(shape: InklingConfig, sizes: dict[str, int], batch: int, context: int, experts: float) -> float:
+    """Time to read what one step must read: weights used, and keys and values in sight."""
+    total = 0.0
+    for name, size in sizes.items():
+        if name == "embed.weight":
+            continue
+        total += size * experts / shape.n_routed_experts if ".experts." in name else size
+    item = 2
+    for layer in range(shape.num_hidden_layers):
+        local = shape.local(layer)
+        heads, dim = (
+            (shape.swa_num_key_value_heads, shape.swa_head_dim)
+            if local
+            else (shape.num_key_value_heads, shape.head_dim)
+        )
+        tokens = min(context, shape.sliding_window_size) if local else context
+        total += batch * tokens * heads * dim * 2 * item
+    return total / READ_BYTES_A_SECOND
+
+
+@contextmanager
+def engine_of(config: EngineConfig, model: Inkling | Furnished, device: torch.device) -> Iterator[LocalEngine]:
+    """An engine over a built model, its cache full of random numbers."""
+
+    def load() -> Rank:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        worker = Worker(config, model, Comm.alone(), device=device, dtype=dtype, rules=TokenRules())
+        for planes in worker.arena.planes:
+            for group in planes.values():
+                for plane in group:
+                    plane.normal_()
+        return Rank(worker)
+
+    def build(config: EngineConfig, port: Port) -> tuple[Core, EngineInfo]:
+        executor = LocalExecutor(load)
+        return build_core(config, port, executor, executor.facts)
+
+    engine = LocalEngine(config, build)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def generate(engine: LocalEngine, prompts: list[list[int]], count: int, params: SamplingParams) -> Sample:
+    """Run prompts to `count` tokens each; times of the steps in which all of them decode."""
+    arrived: SimpleQueue[tuple[float, list[TokenDelta] | EngineFault]] = SimpleQueue()
+
+    def sink(deltas: list[TokenDelta] | EngineFault) -> None:
+        arrived.put((time.perf_counter(), deltas))
+
+    begin = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        engine.submit(GenerateRequest(request_id=f"{begin}-{number}", token_ids=prompt, params=params, seed=number,
+                                      max_tokens=count), sink)  # fmt: skip
+    left, started = len(prompts), set()
+    times: list[float] = []  # of steps in which every sequence has its first token and none has ended
+    while left:
+        at, deltas = arrived.get()
+        if isinstance(deltas, EngineFault):
+            raise deltas
+        started |= {delta.request_id for delta in deltas if delta.tokens}
+        ended = sum(delta.finish is not None for delta in deltas)
+        if len(started) == len(prompts) and left == len(prompts):
+            times.append(at)
+        left -= ended
+    gaps = [b - a for a, b in pairwise(times)][WARM_STEPS:]
+    spent = sum(gaps) / len(gaps) if gaps else 0.0
+    return Sample(spent, max(gaps, default=0.0), times[0] - begin)
+
+
+def prompts_of(batch: int, length: int, vocabulary: int) -> list[list[int]]:
+    random = Random(length)
+    return [random.choices(range(vocabulary), k=length) for _ in range(batch)]
+
+
+def config_of(rows: int, longest: int, step_tokens: int, args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path="random", max_length=-(-longest // 64) * 64, device=args.device),
+        cache=CacheConfig(prefix=False),
+        sched=SchedConfig(rows=rows, step_tokens=step_tokens, chunk=step_tokens),
+        ops=dict(pair.split("=") for pair in args.ops),
+    )
+
+
+def trace(path: Path, work: Callable[[], object]) -> dict[str, float]:
+    """Profile a run into a file for a trace viewer. Returns the share of the time a kernel ran, and the longest gap."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    spans = spans[len(spans) // 4 :]  # the first part has the prompt in it
+    if not spans:
+        return {}
+    busy, gap, end = 0.0, 0.0, spans[0][0]
+    for a, b in spans:
+        gap = max(gap, a - end)
+        busy += max(0.0, b - max(a, end))
+        end = max(end, b)
+    return {"gpu_busy": round(busy / (end - spans[0][0]), 4), "longest_gap_us": round(gap, 1)}
+
+
+def facts(device: torch.device) -> dict[str, object]:
+    """Where and on what a result was measured."""
+    folder = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
+    try:
+        triton = __import__("triton").__version__
+    except ImportError:
+        triton = None
+    return {
+        "commit": commit.stdout.strip() or None,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "triton": triton,
+        "ops": {name: chosen for name, chosen, _ in table() if chosen != "ref"},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="inkling-tp8")
+    parser.add_argument("--weights", choices=("bf16", "nvfp4"), default="bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
+    parser.add_argument("--decode", nargs="*", default=["1x1024"], metavar="BATCHxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", type=int, default=[], metavar="TOKENS")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of one prefill step")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--logprobs", type=int, default=None)
+    parser.add_argument("--trace", type=Path, help="profile the last decode row into this file")
+    parser.add_argument("--ops", nargs="*", default=[], metavar="NAME=IMPLEMENTATION")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rank.jsonl")
+    args = parser.parse_args()
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    shape = SHAPES[args.shape]
+    if args.layers:
+        kept = tuple(n for n in shape.local_layer_ids if n < args.layers)
+        shape = replace(shape, num_hidden_layers=args.layers, local_layer_ids=kept)
+    bind(device, dict(pair.split("=") for pair in args.ops))
+    begin = time.perf_counter()
+    model, sizes = make_model(shape, args.weights, device)
+    print(f"model: {sum(sizes.values()) / 1e9:.2f} GB in {time.perf_counter() - begin:.1f} s", flush=True)
+    common = {"bench": "rank", "shape": args.shape, "layers": shape.num_hidden_layers, "weights": args.weights}
+    params = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, logprobs=args.logprobs, ignore_eos=True, max_tokens=None
+    )
+    results = []
+
+    def record(result: dict[str, object]) -> None:
+        line = json.dumps(common | result | facts(device))
+        results.append(line)
+        print(line, flush=True)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("a") as file:
+            file.write(line + "\n")
+
+    furnished = Furnished(model, shape.hidden_size)
+    for pair in args.decode:
+        batch, context = map(int, pair.split("x"))
+        count = 1 + WARM_STEPS + args.steps
+        step_tokens = max(args.chunk, batch)
+        count += -(-batch * context // step_tokens) + 1  # sequences do not begin at the same step
+        config = config_of(batch, context + count, step_tokens, args)
+        experts = experts_touched(model, batch, device)
+        floor = floor_seconds(shape, sizes, batch, context, experts)
+        begin = time.perf_counter()
+        with engine_of(config, furnished, device) as engine:
+            ready = time.perf_counter() - begin
+            prompts = prompts_of(batch, context, model.vocab_size)
+            sample = generate(engine, prompts, count, params)
+            extra = {}
+            if args.trace is not None and pair == args.decode[-1]:
+                extra = trace(args.trace, partial(generate, engine, prompts, 24, params))
+        record(
+            {
+                "row": "decode",
+                "batch": batch,
+                "context": context,
+                "tpot_ms": round(sample.step_seconds * 1e3, 4),
+                "slowest_ms": round(sample.slowest_seconds * 1e3, 4),
+                "floor_ms": round(floor * 1e3, 4),
+                "experts_touched": round(experts, 1),
+                "first_token_s": round(sample.first_seconds, 3),
+                "ready_s": round(ready, 2),
+                "memory_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if device.type == "cuda" else None,
+                "cache": "random",
+                "sampling": {"temperature": args.temperature, "top_p": args.top_p, "logprobs": args.logprobs},
+                **extra,
+            }
+        )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    for length in args.prefill:
+        config = config_of(1, length + 2, args.chunk, args)
+        with engine_of(config, model, device) as engine:
+            spent = [
+                generate(engine, prompts_of(1, length, model.vocab_size), 1, params).first_seconds for _ in range(3)
+            ]
+        record(
+            {
+                "row": "prefill",
+                "tokens": length,
+                "chunk": args.chunk,
+                "tokens_per_s": round(length / min(spent)),
+                "seconds": [round(s, 4) for s in spent],
+            }
+        )
+
+
+if __name__ == "__main__":
+    main()
