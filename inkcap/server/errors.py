@@ -99,7 +99,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_any_error(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed: %s: %s", request.method, request.scope.get("path"), type(error).__name__, error)
+    logger.error("%s %r failed: %s: %.500r", request.method, request.scope["path"], type(error).__name__, str(error))
     return reply(describe(error))
 
 

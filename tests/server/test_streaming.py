@@ -77,7 +77,7 @@ def test_a_reader_of_one_byte_per_turn_blocks_nobody_and_costs_no_memory(site, e
     slow = connect(site, {**ASK, "stream": True}, receive_buffer=2048)
     assert slow.recv(1) == b"H"
     until(lambda: not engine.open)  # all tokens are made; the reader has taken one byte
-    chat_answer("", "quick")
+    short = chat_answer("", "quick")
     started = time.monotonic()
     reply = httpx.post(site.url + CHAT, json=ASK).json()
     assert reply["choices"][0]["message"]["content"] == "quick"
@@ -97,6 +97,9 @@ def test_a_reader_of_one_byte_per_turn_blocks_nobody_and_costs_no_memory(site, e
     )
     assert tokenizer.decode(long[2:-2]).endswith(text)
     assert len(text) > 80_000
+    until(lambda: not site.service.runs)
+    gaps = sum(site.service.metrics.inter_token.counts)
+    assert gaps == len(long) - 1 + len(short) - 1  # of both answers; tokens that came together count one by one
 
 
 def test_the_engine_dies_in_mid_stream(site, engine, text_answer):
@@ -190,6 +193,8 @@ def test_a_prompt_of_ten_megabytes(site, engine, text_answer):
             refused = httpx.post(site.url + path, json=body, timeout=60)
             assert refused.status_code == 400
             assert "4,096" in refused.json()["error"]["message"]
+        uncounted = httpx.post(site.url + "/v1/completions", json={"prompt": text}, timeout=60)
+        assert "so at least 82,031 tokens" in uncounted.json()["error"]["message"]
         cut = {"messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": 100, "max_tokens": 3}
         assert httpx.post(site.url + CHAT, json=cut, timeout=60).json()["usage"]["prompt_tokens"] == 100
         assert next(line for line in lines if line)
