@@ -22,7 +22,7 @@ class Past:
 
 def locate(view: GroupView, packing: Packing, width: int) -> Past:
     """Index tensors of a step, made once for all its convolutions."""
-    found = view.memo.get(("past", width))
+    found = view.memo.get((Past, width))
     if found is not None:
         return found  # pyright: ignore[reportReturnType]  # a memo has no types
     device = view.table.device
@@ -41,7 +41,7 @@ def locate(view: GroupView, packing: Packing, width: int) -> Past:
             for back in range(width - 1, 0, -1)
         ]
     made = Past(blocks.flatten(), (old % view.block).flatten(), before, sources)
-    view.memo["past", width] = made
+    view.memo[Past, width] = made
     return made
 
 

@@ -1,0 +1,70 @@
+"""Products of the kernels against the references, under the interpreter."""
+
+import pytest
+import torch
+from ops.shapes import SETTLES, same_dtype, settle_case
+
+from inkcap.ops.linear.device import chunks
+from inkcap.ops.linear.ref import logits, project, settle
+from inkcap.ops.linear.triton import logits_triton, project_triton, settle_triton
+from inkcap.ops.values import Normed
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def test_chunks_cover_a_row():
+    for size, want in ((6144, (2048, 3)), (384, (128, 3)), (1024, (1024, 1)), (3072, (1024, 3)), (8192, (2048, 4))):
+        assert chunks(size) == want
+    assert chunks(7) == (8, 1)  # masked
+    assert chunks(5000) == (2048, 3)
+    assert chunks(8200) == (0, 0)  # left to the library
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 11), (96, 8), (7, 5), (8200, 3)])
+def test_project(tokens, inputs, outputs):
+    x, norm, weight = torch.randn(tokens, inputs), torch.rand(inputs) + 0.5, torch.randn(outputs, inputs)
+    got = project_triton(Normed(x, norm, 1e-2), weight)
+    torch.testing.assert_close(got, project.reference(Normed(x, norm, 1e-2), weight), rtol=1e-4, atol=1e-4)
+
+
+def test_project_takes_fp32_rows_that_are_normed_to_another_dtype():
+    x, norm, weight = torch.randn(1, 64), torch.rand(64), torch.randn(9, 64).half()
+    got = project_triton(Normed(x, norm, 1e-6, dtype=torch.float16), weight)
+    want = project.reference(Normed(x, norm, 1e-6, dtype=torch.float16), weight)
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", SETTLES)
+def test_settle(case):
+    """Each step of a sequence: prompts, then single tokens, whose history comes from the plane."""
+    for arguments, plane in settle_case(case, torch.float32, torch.device("cpu")):
+        kept = plane.clone()
+        want, _ = settle.reference(**arguments)
+        after = plane.clone()
+        plane.copy_(kept)
+        got, squares = settle_triton(**arguments)
+        assert squares is None
+        assert same_dtype(got, want)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(plane, after, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_settle_leaves_a_padding_token_without_a_slot_unstored():
+    ((arguments, plane), *_) = settle_case(SETTLES[0], torch.float32, torch.device("cpu"))
+    arguments["view"].slots.fill_(-1)
+    kept = plane.clone()
+    settle_triton(**arguments)
+    assert torch.equal(plane.nan_to_num(7.0), kept.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits(rows, cap):
+    hidden, weight = torch.randn(rows, 48), torch.randn(13, 48)
+    got = logits_triton(hidden, weight, 1 / 24, cap)
+    torch.testing.assert_close(got, logits.reference(hidden, weight, 1 / 24, cap), rtol=1e-4, atol=1e-5)
