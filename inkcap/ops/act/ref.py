@@ -15,7 +15,7 @@ def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
     x: [..., 2 I], gate and up of one unit side by side: g0 u0 g1 u1 ...; scale: [...] fp32. Returns [..., I].
     """
     gate, up = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    out = F.silu(gate) * up
+    out = F.silu(gate.contiguous()).mul_(up)  # a strided silu is not vectorised: 36 instead of 20 us for 48 rows
     if scale is not None:
         out = out * scale.unsqueeze(-1)
     return out.to(x.dtype)

@@ -31,8 +31,8 @@ class Singles:
 
 def locate(view: GroupView, packing: Packing, window: int | None) -> Singles | None:
     """Index tensors of a step, made once for all layers of the group; None when no sequence has one query."""
-    if ("singles", window) in view.memo:
-        return view.memo["singles", window]  # pyright: ignore[reportReturnType]  # a memo has no types
+    if (Singles, window) in view.memo:
+        return view.memo[Singles, window]  # pyright: ignore[reportReturnType]  # a memo has no types
     spans = [span for span in packing.spans if span[1] - span[0] == 1]
     made = None
     if spans:
@@ -49,7 +49,7 @@ def locate(view: GroupView, packing: Packing, window: int | None) -> Singles | N
             mask = torch.zeros(repeated.shape, device=device).masked_fill(repeated, -torch.inf).unsqueeze(1)
         tokens = None if len(spans) == len(packing.spans) else starts
         made = Singles(tokens, blocks.flatten(), (at % view.block).flatten(), keys, mask)
-    view.memo["singles", window] = made
+    view.memo[Singles, window] = made
     return made
 
 

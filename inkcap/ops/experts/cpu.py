@@ -23,14 +23,14 @@ class Sorted:
 
 def by_expert(route: Routed) -> Sorted:
     """Computed once a step and layer, for both halves of the experts."""
-    if "sorted" in route.memo:
-        return route.memo["sorted"]  # pyright: ignore[reportReturnType]  # a memo has no types
+    if Sorted in route.memo:
+        return route.memo[Sorted]  # pyright: ignore[reportReturnType]  # a memo has no types
     chosen, order = route.choice.flatten().sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     experts, counts = chosen.unique_consecutive(return_counts=True)
     made = Sorted(order, inverse, experts.tolist(), counts.tolist())
-    route.memo["sorted"] = made
+    route.memo[Sorted] = made
     return made
 
 
