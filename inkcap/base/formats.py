@@ -1,6 +1,13 @@
-"""How the matrices of experts are stored in checkpoints."""
+"""How the matrices of experts are stored in checkpoints, and in what numbers they are used."""
 
 from enum import StrEnum
+
+
+class Numerics(StrEnum):
+    """What the experts of a quantised layer multiply their weights with."""
+
+    W4A16 = "w4a16"  # activations as they are
+    REFERENCE = "reference"  # activations quantised as the publishers' kernels do it
 
 
 class WeightFormat(StrEnum):

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from inkcap.base.errors import ConfigInvalid
+from inkcap.base.formats import Numerics
 from inkcap.layers.batch import Batch
 from inkcap.layers.formats import Grid, Stored, matrices
 from inkcap.layers.linear import prefixed
@@ -22,6 +24,11 @@ from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Share, Slot, split
 
 DENSE = Stored()
+
+
+def exact(x: Tensor) -> Tensor:
+    """Activations that are not rounded."""
+    return x
 
 
 class RoutedMatrices:
@@ -109,7 +116,11 @@ class Experts:
 
 
 class RoutedExperts:
-    """`router` chooses among `experts` gated MLPs of `units` each, whose activation has soft caps; none is shared."""
+    """`router` chooses among `experts` gated MLPs of `units` each, whose activation has soft caps; none is shared.
+
+    With reference numerics, both products see activations rounded as the format of their weights wants it; the router
+    never does.
+    """
 
     def __init__(
         self,
@@ -123,11 +134,17 @@ class RoutedExperts:
         device: torch.device,
         stored: Stored = DENSE,
     ) -> None:
+        rounds = stored.numerics is Numerics.REFERENCE
+        if rounds and comm.size > 1:
+            # a row of activations has one factor, of which each rank would see another part
+            raise ConfigInvalid("reference numerics need parallel.tp 1; use w4a16 with several ranks")
         self.router = router
         self.caps = caps
         self.comm = comm
         units_here = split(units, comm, "width of an expert")
         self.routed = RoutedMatrices(experts, units_here, channels, stored, dtype, device)
+        self.round_up = self.routed.up.round_inputs if rounds else exact
+        self.round_down = self.routed.down.round_inputs if rounds else exact
 
     def slots(self) -> dict[str, Slot]:
         """`router.*`, `experts.w13` [E, 2 I, C] and `experts.w2` [E, C, I]."""
@@ -136,7 +153,8 @@ class RoutedExperts:
     def __call__(self, rows: Normed) -> tuple[Tensor, Routed]:
         """Normed rows [T, C] to the activations [T, K, this rank's units] of the chosen experts, and the choice."""
         route = self.router(rows)
-        return routed_up(rows, route, self.routed.w13(), self.caps), route
+        seen = rows.replaced(self.round_up(rows.tensor()))
+        return self.round_down(routed_up(seen, route, self.routed.w13(), self.caps)), route
 
     def settle(
         self, rows: tuple[Tensor, Routed], residual: Tensor | None, conv: ShortConv, batch: Batch

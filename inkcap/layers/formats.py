@@ -7,8 +7,18 @@ import torch
 from torch import Tensor
 
 from inkcap.base.errors import ConfigInvalid
-from inkcap.base.formats import WeightFormat
-from inkcap.ops.quantize.ref import MXFP8_BLOCK, NVFP4_BLOCK, mxfp8_decode, nvfp4_decode
+from inkcap.base.formats import Numerics, WeightFormat
+from inkcap.ops.quantize.ref import (
+    E2M1_MAX,
+    E4M3_MAX,
+    MXFP8_BLOCK,
+    NVFP4_BLOCK,
+    mxfp8_decode,
+    mxfp8_encode,
+    nvfp4_decode,
+    nvfp4_encode,
+    nvfp4_encode_four_over_six,
+)
 from inkcap.parallel.slot import Share, Slot
 
 
@@ -38,10 +48,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How the two matrices of a layer's experts are stored."""
+    """How the two matrices of a layer's experts are stored, and in what numbers they are used."""
 
     w13: WeightFormat = WeightFormat.DENSE
     w2: WeightFormat = WeightFormat.DENSE
+    numerics: Numerics = Numerics.W4A16
 
 
 class Matrices(Protocol):
@@ -55,6 +66,10 @@ class Matrices(Protocol):
 
     def unpack(self) -> None:
         """Called once all slots are filled: make `tensor` and let go of the codes."""
+        ...
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        """x [..., columns] as the publishers' kernels for this format round what they multiply, in the dtype of x."""
         ...
 
 
@@ -73,6 +88,10 @@ class DenseMatrices:
 
     def unpack(self) -> None:
         """Nothing is packed."""
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        """As it is."""
+        return x
 
 
 class Nvfp4Matrices:
@@ -107,6 +126,11 @@ class Nvfp4Matrices:
         self.tensor = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype)
         del self.codes, self.scales
 
+    def round_inputs(self, x: Tensor) -> Tensor:
+        """Four-over-Six with a factor per row, its limit that of the weights' denominator."""
+        limit = self.denominator.item() / E2M1_MAX
+        return nvfp4_decode(*nvfp4_encode_four_over_six(x, x.abs().amax(-1), limit), x.dtype)
+
 
 class Nvfp4Scale2Matrices(Nvfp4Matrices):
     """The same codes and scales with the factor itself, and the amax of what is multiplied with them."""
@@ -130,6 +154,11 @@ class Nvfp4Scale2Matrices(Nvfp4Matrices):
     def factor(self) -> Tensor:
         """As stored: a multiplier, [E] fp32."""
         return self.amax
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        """NVFP4 with the one factor that the checkpoint's input_amax gives."""
+        factor = self.input_amax[0] / (E2M1_MAX * E4M3_MAX)
+        return nvfp4_decode(*nvfp4_encode(x, factor), factor, x.dtype)
 
 
 class Mxfp8Matrices:
@@ -155,6 +184,10 @@ class Mxfp8Matrices:
         """Decode to the model's dtype."""
         self.tensor = mxfp8_decode(self.codes, self.scales, self.dtype)
         del self.codes, self.scales
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        """MXFP8 with scales rounded up."""
+        return mxfp8_decode(*mxfp8_encode(x), x.dtype)
 
 
 KINDS = {

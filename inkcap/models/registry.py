@@ -8,7 +8,7 @@ import torch
 
 from inkcap.base.checkpoint import read_config
 from inkcap.base.errors import CheckpointMismatch, ConfigInvalid
-from inkcap.base.formats import WeightFormat
+from inkcap.base.formats import Numerics, WeightFormat
 from inkcap.layers.formats import Stored
 from inkcap.models.base import Model
 from inkcap.models.inkling.config import InklingConfig
@@ -46,7 +46,7 @@ class Entry:
     model_type: str
     family: str
     reads: str  # for people: what a checkpoint of this kind gives
-    load: Callable[[Path, Mapping[str, object], Comm, torch.dtype, torch.device, bool], Model]
+    load: Callable[[Path, Mapping[str, object], Comm, torch.dtype, torch.device, bool, Numerics], Model]
     quantised: Quantised
 
 
@@ -57,8 +57,11 @@ def load_inkling(
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
+    numerics: Numerics,
 ) -> Inkling:
     """The text model of an Inkling checkpoint; towers and prediction depths in it are left alone."""
+    if numerics is Numerics.REFERENCE:
+        raise ConfigInvalid("reference numerics are there for inkling2 only; run inkling with w4a16")
     read = InklingConfig.from_json(config)
     checkpoint = Checkpoint(directory)
     stored = find_stored(checkpoint, config, read.num_hidden_layers, INKLING_EXPERTS)
@@ -75,11 +78,12 @@ def load_inkling2(
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
+    numerics: Numerics,
 ) -> Inkling2:
     """The text model of an Inkling 2 checkpoint, looped or not; tower and drafter in it are left alone."""
     read = Inkling2Config.from_json(config)
     checkpoint = Checkpoint(directory)
-    stored = find_stored(checkpoint, config, read.num_hidden_layers, INKLING2_EXPERTS)
+    stored = find_stored(checkpoint, config, read.num_hidden_layers, INKLING2_EXPERTS, numerics)
     model = Inkling2(read, comm, dtype, device, stored)
     load(checkpoint, model.slots(), INKLING2_TABLES, progress=progress)
     model.unpack()
@@ -87,16 +91,21 @@ def load_inkling2(
 
 
 def find_stored(
-    checkpoint: Checkpoint, config: Mapping[str, object], layers: int, experts: tuple[str, str]
+    checkpoint: Checkpoint,
+    config: Mapping[str, object],
+    layers: int,
+    experts: tuple[str, str],
+    numerics: Numerics = Numerics.W4A16,
 ) -> dict[int, Stored]:
     """How each layer's experts are stored, with their scales checked. `experts` names w13 and w2 of layer `{n}`."""
-    names = {n: tuple(name.replace("{n}", str(n)) for name in experts) for n in range(layers)}
+    w13, w2 = experts
+    names = {n: (w13.replace("{n}", str(n)), w2.replace("{n}", str(n))) for n in range(layers)}
     formats = find_formats(checkpoint, [name for pair in names.values() for name in pair])
     check_declared(checkpoint.directory, config, formats)
     for name, stored in formats.items():
         check_scales(checkpoint, name, stored)
     dense = WeightFormat.DENSE
-    return {n: Stored(*(formats.get(name, dense) for name in pair)) for n, pair in names.items()}
+    return {n: Stored(formats.get(w13, dense), formats.get(w2, dense), numerics) for n, (w13, w2) in names.items()}
 
 
 def inkling_layers(config: Mapping[str, object]) -> range:
@@ -160,7 +169,13 @@ def find_entry(config: Mapping[str, object]) -> Entry:
 
 
 def load_model(
-    directory: Path, *, comm: Comm, dtype: torch.dtype, device: torch.device, progress: bool = True
+    directory: Path,
+    *,
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = True,
+    numerics: Numerics = Numerics.W4A16,
 ) -> Model:
     """Build the model that `directory` (see base.checkpoint.find_checkpoint) holds, and load this rank's part of it.
 
@@ -168,7 +183,7 @@ def load_model(
     """
     config = read_config(directory)
     entry = find_entry(config)
-    return entry.load(directory, config, comm, dtype, device, progress)
+    return entry.load(directory, config, comm, dtype, device, progress, numerics)
 
 
 DEMOS = {"inkling": write_inkling_demo, "inkling2": write_inkling2_demo, "inkling2-mini": write_mini_demo}

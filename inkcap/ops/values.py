@@ -63,6 +63,12 @@ class Normed:
         self.squares = squares  # [T] fp32 sums of squares of `rows`, where the op that made the rows left them
         self.normed: Tensor | None = None
 
+    def replaced(self, normed: Tensor) -> "Normed":
+        """The same rows with other normed ones, such as rounded ones."""
+        other = Normed(self.rows, self.weight, self.eps, self.squares, self.dtype)
+        other.normed = normed
+        return other
+
     def tensor(self) -> Tensor:
         """The normed rows [T, C], computed on the first call."""
         if self.normed is None:

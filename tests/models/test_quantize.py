@@ -12,12 +12,16 @@ from transformers import Inkling2LoopForCausalLM, Inkling2LoopTextConfig
 
 import inkcap.models.quantize as quantize_module
 from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid, NotEnoughMemory
-from inkcap.base.formats import WeightFormat
+from inkcap.base.formats import Numerics, WeightFormat
 from inkcap.base.log import logger
+from inkcap.layers.experts import RoutedExperts
+from inkcap.layers.formats import Stored
 from inkcap.models.inkling import demo
 from inkcap.models.quantize import Settings, quantize
 from inkcap.models.registry import load_model
+from inkcap.ops.act.ref import swiglu_capped
 from inkcap.ops.quantize import ref
+from inkcap.ops.values import Caps, Normed
 from inkcap.parallel.comm import Comm
 from inkcap.weights.reader import Checkpoint
 from inkcap.weights.stored import find_formats
@@ -37,9 +41,9 @@ SMALL = {
 }
 
 
-def load(directory, dtype=torch.float32):
+def load(directory, dtype=torch.float32, numerics=Numerics.W4A16):
     with torch.inference_mode():
-        return load_model(directory, comm=Comm.alone(), dtype=dtype, device=CPU, progress=False)
+        return load_model(directory, comm=Comm.alone(), dtype=dtype, device=CPU, progress=False, numerics=numerics)
 
 
 def logits(model, ids):
@@ -92,6 +96,44 @@ def test_bfloat16_models_round_the_exact_value_once(mixed):
     exact, rounded = load(mixed), load(mixed, torch.bfloat16)
     for a, b in zip(exact.layers, rounded.layers, strict=True):
         assert torch.equal(a.parts.mlp.routed.w13().bfloat16(), b.parts.mlp.routed.w13())
+
+
+def test_reference_numerics_quantise_what_experts_see_but_not_the_router(mixed):
+    """One layer of each format against the rule written out: rows of x, then rows of the activations."""
+    exact, rounded = load(mixed), load(mixed, numerics=Numerics.REFERENCE)
+    x = torch.randn(5, 64)
+    rows = Normed(x, torch.ones(64), 1e-6)
+    caps = Caps(SMALL["mlp_gate_softcap"], SMALL["mlp_up_softcap"])
+    for layer in (1, 5):
+        mlp = rounded.layers[layer].parts.mlp
+        with torch.inference_mode():
+            act, route = mlp(rows)
+            plain, same = exact.layers[layer].parts.mlp(rows)
+            assert torch.equal(route.choice, same.choice)
+            assert torch.equal(route.weights, same.weights)
+            for token in range(5):
+                seen = rounded_row(rows.tensor()[token], layer)
+                for place, expert in enumerate(route.choice[token].tolist()):
+                    up = swiglu_capped(mlp.routed.w13()[expert] @ seen, caps)
+                    torch.testing.assert_close(act[token, place], rounded_row(up, layer), rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(act, plain, rtol=1e-3)
+
+
+def rounded_row(row, layer):
+    """A row as the format of the layer's experts has it: limit 256, since the fixture is Four Over Six."""
+    if layer == 5:
+        return ref.mxfp8_decode(*ref.mxfp8_encode(row))
+    return ref.nvfp4_decode(*ref.nvfp4_encode_four_over_six(row[None], row.abs().max()[None], 256.0))[0]
+
+
+def test_reference_numerics_are_refused_where_they_are_not_built(mixed, tmp_path):
+    with pytest.raises(ConfigInvalid, match=r"need parallel\.tp 1"):
+        RoutedExperts(
+            None, 64, 4, 32, None, Comm(0, 2, object()), torch.float32, CPU, Stored(numerics=Numerics.REFERENCE)
+        )
+    demo.write(tmp_path, shape=demo.DemoShape(vocabulary=90, padded_vocabulary=96))
+    with pytest.raises(ConfigInvalid, match="inkling2 only"):
+        load(tmp_path, numerics=Numerics.REFERENCE)
 
 
 def test_errors_are_those_of_the_formats(dense, tmp_path):
