@@ -7,7 +7,6 @@ loads in flight stream weights faster than few large ones. K is cut into at most
 import triton
 import triton.language as tl
 
-
 MOST = 2048  # elements of a row in one chunk
 
 

@@ -97,6 +97,8 @@ def project_triton(rows: Normed, weight: Tensor) -> Tensor:
     if not streams(x, weight):
         return F.linear(rows.tensor(), weight)
     out = torch.empty(1, len(weight), dtype=rows.dtype, device=x.device)
+    if rows.normed is not None:
+        return row_product(rows.normed, rows.weight, rows.eps, weight, out, normed=False, scale=1.0, cap=None)
     return row_product(x, rows.weight, rows.eps, weight, out, normed=True, scale=1.0, cap=None)
 
 

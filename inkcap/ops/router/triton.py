@@ -1,0 +1,144 @@
+"""Routing on a GPU. One token: product and choice in one launch, the program that ends last chooses. More tokens: the
+library's product with fp32 results, then one program a token.
+
+Products of bf16 are exact in fp32, so both equal the reference's fp32 product up to the order of its sum; one token is
+normed without rounding the normed row in between.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkcap.ops import pdl
+from inkcap.ops.linear.device import chunks, fetch_all, multiply
+from inkcap.ops.router.ref import route_sigmoid, route_sink
+from inkcap.ops.values import Normed, Routed
+
+ROWS = 2  # of a program that multiplies one token
+WARPS = 8
+
+
+@triton.jit
+def choose(
+    logits, bias, global_scale, choice, weights, gammas, route_scale,
+    E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """One token's choice among fp32 logits [E + S]. A token of NaN (padding may be) chooses experts that exist."""
+    e = tl.arange(0, BE)
+    place = tl.arange(0, BP)
+    logit = tl.load(logits + e, mask=e < E, other=0.0, cache_modifier=".cg")
+    score = tl.sigmoid(logit) + tl.load(bias + e, mask=e < E, other=0.0)
+    score = tl.where(e < E, score, float("-inf"))
+    # places 0 .. TOP are the chosen experts, the S behind them the shared ones
+    picked = tl.load(logits + E - TOP + place, mask=(place >= TOP) & (place < TOP + S), other=0.0, cache_modifier=".cg")
+    expert = tl.zeros([BP], tl.int32)
+    for k in tl.static_range(TOP):
+        best = tl.minimum(tl.argmax(score, 0), E - 1)
+        picked = tl.where(place == k, tl.sum(tl.where(e == best, logit, 0.0), 0), picked)
+        expert = tl.where(place == k, best, expert)
+        score = tl.where(e == best, float("-inf"), score)
+    if SINK:
+        log = tl.minimum(picked, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(picked)))  # of the sigmoid, which may underflow
+        log = tl.where(place < TOP + S, log, float("-inf"))
+        part = tl.exp(log - tl.max(log, 0))
+        weight = part / tl.sum(part, 0) * (route_scale * tl.load(global_scale))
+    else:
+        part = tl.where(place < TOP, tl.sigmoid(picked), 0.0)
+        weight = part / (tl.sum(part, 0) + 1e-20) * route_scale
+    tl.store(choice + place, expert.to(tl.int64), mask=place < TOP)
+    tl.store(weights + place, weight, mask=place < TOP)
+    if S > 0:
+        tl.store(gammas - TOP + place, weight, mask=(place >= TOP) & (place < TOP + S))
+
+
+@triton.jit
+def route_row(
+    x, norm, w, logits, arrived, bias, global_scale, choice, weights, gammas, eps, route_scale, w_stride,
+    NORMED: tl.constexpr, E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr,
+    BE: tl.constexpr, BP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pdl.trigger(PDL)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    held = tl.minimum(n, E + S - 1)
+    w0, w1, w2, w3 = fetch_all(w + held[:, None].to(tl.int64) * w_stride, K, BK, CHUNKS)
+    pdl.wait(PDL)
+    tl.store(logits + n, multiply(w0, w1, w2, w3, x, norm, eps, NORMED, K, BK, CHUNKS), mask=n < E + S)
+    tl.debug_barrier()  # all of the program's stores before its arrival
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(arrived, 0)
+        choose(logits, bias, global_scale, choice, weights, gammas, route_scale, E, S, TOP, SINK, BE, BP)
+
+
+@triton.jit
+def choose_rows(
+    logits, bias, global_scale, choice, weights, gammas, route_scale,
+    E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pdl.wait(PDL)
+    pdl.trigger(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    choose(
+        logits + t * (E + S), bias, global_scale, choice + t * TOP, weights + t * TOP, gammas + t * S, route_scale,
+        E, S, TOP, SINK, BE, BP,
+    )  # fmt: skip
+
+
+@functools.cache
+def arrivals(device: torch.device) -> Tensor:
+    """The count of programs that have ended, zero between launches."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def route(
+    rows: Normed, weight: Tensor, bias: Tensor, global_scale: Tensor | None, top_k: int, route_scale: float
+) -> Routed:
+    """Both routers; that of the reference's `route_sink` where there is a global scale."""
+    x = rows.rows
+    tokens, experts, (every, length), on = len(x), len(bias), weight.shape, pdl.supported(x.device)
+    shared, sink = every - experts, global_scale is not None
+    scale = bias if global_scale is None else global_scale
+    choice = torch.empty(tokens, top_k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
+    gammas = torch.empty(tokens, shared, dtype=torch.float32, device=x.device)
+    blocks = (triton.next_power_of_2(experts), triton.next_power_of_2(top_k + shared))
+    bk, number = chunks(length)
+    if tokens == 1 and number and weight.stride(1) == x.stride(1) == 1:
+        own = x if rows.normed is None else rows.normed
+        logits = torch.empty(every, dtype=torch.float32, device=x.device)
+        route_row[(triton.cdiv(every, ROWS),)](
+            own, rows.weight, weight, logits, arrivals(x.device), bias, scale, choice, weights, gammas,
+            rows.eps, route_scale, weight.stride(0),
+            rows.normed is None, experts, shared, top_k, sink, *blocks, length, bk, number, ROWS, on,
+            num_warps=WARPS, **pdl.launch(on),
+        )  # fmt: skip
+    elif tokens:
+        normed = rows.tensor()
+        if normed.dtype == weight.dtype != torch.float32:
+            logits = torch.mm(normed, weight.t(), out_dtype=torch.float32)
+        else:
+            logits = F.linear(normed.float(), weight.float())
+        choose_rows[(tokens,)](
+            logits, bias, scale, choice, weights, gammas, route_scale, experts, shared, top_k, sink, *blocks, on,
+            num_warps=1, **pdl.launch(on),
+        )  # fmt: skip
+    return Routed(choice, weights, gammas)
+
+
+@route_sink.implement("triton", when=lambda device: device.type == "cuda")
+def route_sink_triton(
+    rows: Normed, weight: Tensor, bias: Tensor, global_scale: Tensor, *, top_k: int, route_scale: float
+) -> Routed:
+    """`route_sink` of the reference."""
+    return route(rows, weight, bias, global_scale, top_k, route_scale)
+
+
+@route_sigmoid.implement("triton", when=lambda device: device.type == "cuda")
+def route_sigmoid_triton(rows: Normed, weight: Tensor, bias: Tensor, *, top_k: int, route_scale: float) -> Routed:
+    """`route_sigmoid` of the reference."""
+    return route(rows, weight, bias, None, top_k, route_scale)

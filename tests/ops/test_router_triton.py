@@ -1,0 +1,51 @@
+"""The kernels of the routers: the references' tests, run with them under the interpreter."""
+
+import pytest
+import torch
+from ops import test_router
+
+from inkcap.ops.router.triton import arrivals, route_sigmoid_triton, route_sink_triton
+from inkcap.ops.values import Normed
+
+
+@pytest.fixture(autouse=True)
+def ops(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(test_router, "route_sink", route_sink_triton)
+    monkeypatch.setattr(test_router, "route_sigmoid", route_sigmoid_triton)
+    yield
+    assert arrivals(torch.device("cpu")).item() == 0
+
+
+@pytest.mark.parametrize(("tokens", "experts", "shared", "top_k"), [(1, 3, 1, 1), (7, 13, 2, 4), (1, 6, 3, 6)])
+def test_route_sink(tokens, experts, shared, top_k):
+    test_router.test_route_sink(tokens, experts, shared, top_k)
+
+
+def test_route_sink_gives_equal_scores_to_the_lowest_index():
+    test_router.test_route_sink_gives_equal_scores_to_the_lowest_index()
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the interpreter's exp, which gives infinity
+def test_route_sink_bears_logits_whose_sigmoid_underflows():
+    test_router.test_route_sink_bears_logits_whose_sigmoid_underflows()
+
+
+def test_route_sigmoid():
+    test_router.test_route_sigmoid()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_token_of_nan_chooses_experts_that_exist(tokens):
+    x = Normed(torch.full((tokens, 4), float("nan")), torch.ones(4), 1e-6)
+    got = route_sink_triton(x, torch.randn(11, 4), torch.zeros(9), torch.ones(1), top_k=3, route_scale=1.0)
+    assert ((got.choice >= 0) & (got.choice < 9)).all()
+
+
+def test_rows_that_are_normed_already_are_taken_as_they_are():
+    x = Normed(torch.randn(1, 8), torch.ones(8), 1e-6)
+    x.normed = torch.randn(1, 8)
+    weight = torch.randn(10, 8)
+    got = route_sigmoid_triton(x, weight, torch.zeros(10), top_k=2, route_scale=1.0)
+    assert got.choice.tolist() == (x.normed @ weight.t()).topk(2).indices.tolist()
