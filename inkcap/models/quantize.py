@@ -4,6 +4,7 @@ Streams shard by shard and expert by expert; a shard is written under another na
 run that was killed goes on where it stopped. `quantize.json` in the target remembers the settings and the errors.
 """
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from inkcap.base.checkpoint import read_config, read_json
+from inkcap.base.checkpoint import find_checkpoint, read_config, read_json
 from inkcap.base.errors import CheckpointMismatch, ConfigInvalid, NotEnoughMemory
 from inkcap.base.formats import WeightFormat
 from inkcap.models.registry import find_entry, write_demo
@@ -37,6 +38,7 @@ from inkcap.weights.reader import DTYPES, INDEX, SINGLE, Checkpoint
 from inkcap.weights.stored import find_formats
 from inkcap.weights.writer import Planned, write_file
 
+FORMATS = ("nvfp4", "mxfp8", "mixed")
 PROGRESS = "quantize.json"
 UNCALIBRATED_AMAX = E2M1_MAX * E4M3_MAX  # of inputs nobody measured: a scale of one
 KEPT_FILES = ("*.json", "*.jinja", "tiktoken/*", "LICENSE*", "README.md")
@@ -113,11 +115,11 @@ def quantize(source: Path, target: Path, settings: Settings, *, progress: bool =
 
 def plan(checkpoint: Checkpoint, settings: Settings) -> dict[str, Plan]:
     """The tensors to quantise."""
-    if settings.format not in ("nvfp4", "mxfp8", "mixed"):
-        raise ConfigInvalid(f"format {settings.format!r} is unknown; there are nvfp4, mxfp8 and mixed")
+    if settings.format not in FORMATS:
+        raise ConfigInvalid(f"format {settings.format!r} is unknown; there are {', '.join(FORMATS)}")
     config = read_config(checkpoint.directory)
     entry = find_entry(config)
-    way, layers = entry.quantised, entry.quantised.layers(config)
+    way, layers = entry.generation, entry.generation.layers(config)
     if settings.format != "nvfp4" and not way.mxfp8:
         raise ConfigInvalid(f"{settings.format} is no format of {entry.family} checkpoints; they have nvfp4 only")
     names = {name.replace("{n}", str(layer)): layer for layer in layers for name in way.experts}
@@ -322,3 +324,22 @@ def write_quantised_demo(directory: Path, settings: Settings, *, family: str, se
         if directory.exists():
             shutil.rmtree(directory)
         packed.rename(directory)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("source", help="a BF16 checkpoint: a directory or a hub id that is in the local cache")
+    parser.add_argument("target", type=Path, help="the directory to write; an unfinished one is gone on with")
+    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("--four-over-six", action="store_true", help="NVFP4 with the better of two scales per block")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Quantise one checkpoint and print the error of each tensor."""
+    settings = Settings(format=arguments.format, four_over_six=arguments.four_over_six)
+    errors = quantize(find_checkpoint(arguments.source), arguments.target, settings)
+    width = max(len(error.name) for error in errors)
+    print(f"{'tensor':{width}}  {'format':13}  relative   largest")
+    for error in errors:
+        print(f"{error.name:{width}}  {error.format:13}  {error.relative:8.5f}  {error.largest:8.5f}")
+    return 0

@@ -29,13 +29,14 @@ from inkcap.weights.stored import check_declared, check_scales, find_formats
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """What published checkpoints of a generation quantise, and how."""
+class Generation:
+    """What the models of a generation have in common."""
 
     experts: tuple[str, str]  # names of w13 and w2 of layer `{n}`
     nvfp4: WeightFormat  # the layout of NVFP4
     mxfp8: bool  # whether there is MXFP8 too
-    layers: Callable[[Mapping[str, object]], range]  # from a config.json
+    layers: Callable[[Mapping[str, object]], range]  # that are quantised where any is, from a config.json
+    build: Callable[[Mapping[str, object], Comm, torch.dtype, torch.device, Mapping[int, Stored]], Model]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Entry:
     family: str
     reads: str  # for people: what a checkpoint of this kind gives
     load: Callable[[Path, Mapping[str, object], Comm, torch.dtype, torch.device, bool, Numerics], Model]
-    quantised: Quantised
+    generation: Generation
 
 
 def load_inkling(
@@ -96,14 +97,17 @@ def find_stored(
     layers: int,
     experts: tuple[str, str],
     numerics: Numerics = Numerics.W4A16,
+    *,
+    check: bool = True,
 ) -> dict[int, Stored]:
-    """How each layer's experts are stored, with their scales checked. `experts` names w13 and w2 of layer `{n}`."""
+    """How each layer's experts are stored. `experts` names w13 and w2 of layer `{n}`; `check` reads their scales."""
     w13, w2 = experts
     names = {n: (w13.replace("{n}", str(n)), w2.replace("{n}", str(n))) for n in range(layers)}
     formats = find_formats(checkpoint, [name for pair in names.values() for name in pair])
     check_declared(checkpoint.directory, config, formats)
-    for name, stored in formats.items():
-        check_scales(checkpoint, name, stored)
+    if check:
+        for name, stored in formats.items():
+            check_scales(checkpoint, name, stored)
     dense = WeightFormat.DENSE
     return {n: Stored(formats.get(w13, dense), formats.get(w2, dense), numerics) for n, (w13, w2) in names.items()}
 
@@ -120,11 +124,33 @@ def inkling2_layers(config: Mapping[str, object]) -> range:
     return range(Inkling2Config.from_json(config).num_hidden_layers)
 
 
-INKLING = Quantised(INKLING_EXPERTS, WeightFormat.NVFP4_SCALE2, False, inkling_layers)
-INKLING2 = Quantised(INKLING2_EXPERTS, WeightFormat.NVFP4, True, inkling2_layers)
+def build_inkling(
+    config: Mapping[str, object],
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
+    stored: Mapping[int, Stored],
+) -> Inkling:
+    """The text model, without weights."""
+    return Inkling(InklingConfig.from_json(config), comm, dtype, device, stored)
+
+
+def build_inkling2(
+    config: Mapping[str, object],
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
+    stored: Mapping[int, Stored],
+) -> Inkling2:
+    """The text model, without weights."""
+    return Inkling2(Inkling2Config.from_json(config), comm, dtype, device, stored)
+
+
+INKLING = Generation(INKLING_EXPERTS, WeightFormat.NVFP4_SCALE2, False, inkling_layers, build_inkling)
+INKLING2 = Generation(INKLING2_EXPERTS, WeightFormat.NVFP4, True, inkling2_layers, build_inkling2)
 REGISTRY = tuple(
-    Entry(architecture, model_type, family, reads, loader, quantised)
-    for family, loader, quantised, kinds in (
+    Entry(architecture, model_type, family, reads, loader, generation)
+    for family, loader, generation, kinds in (
         (
             "inkling",
             load_inkling,
