@@ -1,0 +1,130 @@
+"""What the kernels of attn_prep share: taps over paged inputs, log scaling, stores at slots.
+
+A tile is BT consecutive tokens of one head, [BT, D]. The input `back` positions behind token t is of this step when
+token t - back is of the same row and so far behind; otherwise it is read from its page, and is zero before position 0.
+Pages that are read were complete before this step, and the slots written are those of this step's tokens, so no program
+reads what another one writes.
+"""
+
+import triton
+import triton.language as tl
+
+from inkcap.ops import pdl
+
+
+@triton.jit
+def own(token, live, row, position, row_of, positions, back: tl.constexpr):
+    """Which tokens find the input `back` positions behind them in this step."""
+    there = live & (token >= back)
+    same = tl.load(row_of + token - back, mask=there, other=-1) == row
+    return there & same & (tl.load(positions + token - back, mask=there, other=-1) == position - back)
+
+
+@triton.jit
+def old_input(
+    plane, table, row, position, wanted, channel, held, s_block, s_token, s_table,
+    BLOCK: tl.constexpr, back: tl.constexpr,
+):  # fmt: skip
+    """Inputs `back` positions behind from their pages: [BT, D] fp32, 0 where not wanted or before position 0."""
+    at = position - back
+    there = wanted & (at >= 0)
+    block = tl.load(table + row.to(tl.int64) * s_table + tl.maximum(at, 0) // BLOCK).to(tl.int64)
+    address = block * s_block + (at % BLOCK) * s_token
+    return tl.load(plane + address[:, None] + channel[None, :], mask=there[:, None] & held[None, :], other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def old_taps(
+    plane, table, taps, row_of, positions, token, live, row, position, channel, held, s_block, s_token, s_table,
+    W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The part of a convolution that older steps decided; reads nothing of this forward."""
+    total = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
+    for back in tl.static_range(W - 1, 0, -1):
+        wanted = live & (own(token, live, row, position, row_of, positions, back) == 0)
+        x = old_input(
+            plane, table, row, position, wanted, channel, held, s_block, s_token, s_table, BLOCK, back
+        )  # fmt: skip
+        total += x * tl.load(taps + channel * W + W - 1 - back, mask=held, other=0.0).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
+def new_taps(
+    x, total, plane, table, taps, added, row_of, positions, token, live, row, position, channel, held,
+    s_x, s_block, s_token, s_table, s_added, scale,
+    W: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    """The rest of it: this step's inputs, and the taps that tokens add ([T, heads, W], `added` at this head's).
+
+    Returns the convolved tile in fp32, scaled and rounded to the dtype of x, and the tokens' own inputs.
+    """
+    kind = x.dtype.element_ty
+    inside = live[:, None] & held[None, :]
+    here = tl.load(x + token.to(tl.int64)[:, None] * s_x + channel[None, :], mask=inside, other=0.0)
+    total += here.to(tl.float32) * (1.0 + tl.load(taps + channel * W + W - 1, mask=held, other=0.0).to(tl.float32))
+    if ADDED:
+        total += (
+            here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added + W - 1, mask=live, other=0.0)[:, None]
+        )
+    for back in tl.static_range(W - 1, 0, -1):
+        mine = own(token, live, row, position, row_of, positions, back)
+        earlier = tl.load(
+            x + (token - back).to(tl.int64)[:, None] * s_x + channel[None, :],
+            mask=mine[:, None] & held[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        total += earlier * tl.load(taps + channel * W + W - 1 - back, mask=held, other=0.0).to(tl.float32)[None, :]
+        if ADDED:
+            wanted = live & (mine == 0)
+            earlier += old_input(
+                plane, table, row, position, wanted, channel, held, s_block, s_token, s_table, BLOCK, back
+            )  # fmt: skip
+            total += (
+                earlier * tl.load(added + token.to(tl.int64) * s_added + W - 1 - back, mask=live, other=0.0)[:, None]
+            )
+    return (total * scale).to(kind).to(tl.float32), here
+
+
+@triton.jit
+def keep(plane, slots, tile, token, live, channel, held, s_block, s_token, BLOCK: tl.constexpr):
+    """Store a tile at its tokens' slots; tokens with slot -1 are not kept."""
+    slot = tl.load(slots + token, mask=live, other=-1)
+    address = (slot // BLOCK) * s_block + (slot % BLOCK) * s_token
+    kept = (slot >= 0)[:, None] & held[None, :]
+    tl.store(plane + address[:, None] + channel[None, :], tile.to(plane.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def convolved(
+    x, plane, table, slots, taps, added, row_of, positions, token, live, position, channel, held,
+    s_x, s_block, s_token, s_table, s_added, scale,
+    W: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The convolution with its state insert; the dependency wait stands inside."""
+    row = tl.load(row_of + token, mask=live, other=0)
+    total = old_taps(
+        plane, table, taps, row_of, positions, token, live, row, position, channel, held, s_block, s_token, s_table,
+        W, BLOCK,
+    )  # fmt: skip
+    pdl.wait(PDL)
+    y, here = new_taps(
+        x, total, plane, table, taps, added, row_of, positions, token, live, row, position, channel, held,
+        s_x, s_block, s_token, s_table, s_added, scale, W, BLOCK, ADDED,
+    )  # fmt: skip
+    keep(plane, slots, here, token, live, channel, held, s_block, s_token, BLOCK)
+    return y
+
+
+@triton.jit
+def put(out, tile, token, live, head, dim, held, HEADS: tl.constexpr, D: tl.constexpr):
+    """Store a tile as head `head` of out [T, HEADS, D]."""
+    address = (token.to(tl.int64) * HEADS + head) * D
+    tl.store(out + address[:, None] + dim[None, :], tile.to(out.dtype.element_ty), mask=live[:, None] & held[None, :])
+
+
+@triton.jit
+def growth(position, floor, alpha):
+    """1 + alpha * ln(max(1, (p + 1) / floor)), fp32."""
+    return 1.0 + alpha * tl.log(tl.maximum((position + 1).to(tl.float32) / floor, 1.0))
