@@ -34,7 +34,7 @@ from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams, Tok
 from inkcap.base.sampling import TokenRules
 from inkcap.cache.arena import Arena
 from inkcap.engine.core import Core, Port, build_core
-from inkcap.engine.executor import LocalExecutor
+from inkcap.engine.executor import DeviceExecutor, LocalExecutor
 from inkcap.engine.local import LocalEngine
 from inkcap.engine.rank import Rank
 from inkcap.layers.batch import Batch
@@ -228,7 +228,7 @@ def engine_of(config: EngineConfig, model: Inkling | Furnished, device: torch.de
         return Rank(worker)
 
     def build(config: EngineConfig, port: Port) -> tuple[Core, EngineInfo]:
-        executor = LocalExecutor(load)
+        executor = DeviceExecutor(load) if device.type == "cuda" else LocalExecutor(load)
         return build_core(config, port, executor, executor.facts)
 
     engine = LocalEngine(config, build)

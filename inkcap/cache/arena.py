@@ -46,7 +46,8 @@ class Arena:
         for group in {move.group for move in moves}:
             pairs = [(move.source, move.target) for move in moves if move.group == group]
             storage = self.storage[group]
-            source, target = torch.tensor(pairs, device=storage.device).unbind(1)  # [moves] each
+            host = torch.tensor(pairs, pin_memory=storage.is_cuda)  # pinned: the copy is queued, not waited for
+            source, target = host.to(storage.device, non_blocking=True).unbind(1)  # [moves] each
             copy_blocks(storage, source, target)
 
 

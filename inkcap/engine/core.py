@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
@@ -10,8 +9,7 @@ from inkcap.base.config import EngineConfig
 from inkcap.base.errors import EngineFault, InkcapError
 from inkcap.base.log import logger
 from inkcap.base.request import EngineInfo, Finish, GenerateRequest, TokenDelta
-from inkcap.base.step import StepResult
-from inkcap.engine.executor import Executor, RankFacts
+from inkcap.engine.executor import Executor, RankFacts, Underway
 from inkcap.engine.wire import Abort, AskStats, Deltas, Drains, Fault, FromEngine, Shutdown, Stats, Submit, ToEngine
 from inkcap.sched.scheduler import Scheduler, build_scheduler
 
@@ -38,7 +36,7 @@ class Core:
         self.scheduler = scheduler
         self.executor = executor
         self.port = port
-        self.in_flight: deque[Future[StepResult]] = deque()
+        self.in_flight: deque[Underway] = deque()
         self.outbox: list[TokenDelta] = []
         self.stopping = False
         self.draining = False

@@ -43,6 +43,28 @@ class Runs(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
+class Begun(Protocol):
+    """A step that a device may still work on."""
+
+    def finish(self) -> StepResult:
+        """Wait for it. Raises what failed in it."""
+        ...
+
+
+class Launches(Runs, Protocol):
+    """A rank on a device of its own: it can begin a step behind those it has begun before."""
+
+    def launch(self, plan: StepPlan) -> Begun: ...
+
+
+class Underway(Protocol):
+    """A submitted step."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Raises what failed in it."""
+        ...
+
+
 class Executor(Protocol):
     """Runs plans on the ranks, in order."""
 
@@ -53,7 +75,7 @@ class Executor(Protocol):
         """Why no more plans can be run, even between steps; None while they can."""
         ...
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]: ...
+    def submit(self, plan: StepPlan) -> Underway: ...
 
     def close(self) -> None: ...
 
@@ -97,6 +119,62 @@ class LocalExecutor:
                 future.set_exception(error)
                 return
             future.set_result(result)
+
+
+class Unfinished:
+    """A step that is begun in the rank's thread and finished by whoever asks for its result."""
+
+    def __init__(self) -> None:
+        self.begun: Future[Begun] = Future()
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what failed in it."""
+        return self.begun.result().finish()
+
+
+class DeviceExecutor:
+    """One rank on a GPU. A step is begun in the rank's thread while the device works on the one before.
+
+    So planning a step, preparing it and the device's work overlap. Constructing it loads the model, as LocalExecutor
+    does.
+    """
+
+    depth = 1
+    fault: str | None = None
+
+    def __init__(self, load: Callable[[], Launches]) -> None:
+        self._plans: SimpleQueue[tuple[StepPlan, Unfinished] | None] = SimpleQueue()
+        loaded: Future[RankFacts] = Future()
+        self._thread = threading.Thread(target=self._work, args=(load, loaded), name="rank", daemon=True)
+        self._thread.start()
+        self.facts = loaded.result()
+
+    def submit(self, plan: StepPlan) -> Underway:
+        """Begin `plan` behind those before it."""
+        step = Unfinished()
+        self._plans.put((plan, step))
+        return step
+
+    def close(self) -> None:
+        """Begin what was submitted, then let the model go."""
+        self._plans.put(None)
+        self._thread.join()
+
+    def _work(self, load: Callable[[], Launches], loaded: Future[RankFacts]) -> None:
+        try:
+            rank = load()
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loaded.set_result(rank.facts)
+        while (item := self._plans.get()) is not None:
+            plan, step = item
+            try:
+                begun = rank.launch(plan)
+            except BaseException as error:
+                step.begun.set_exception(error)
+                return
+            step.begun.set_result(begun)
 
 
 class RankSetup(Struct, frozen=True, kw_only=True):

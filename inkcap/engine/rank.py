@@ -27,6 +27,7 @@ class Rank:
             blocks=worker.memory.blocks,
         )
         self.run = worker.run
+        self.launch = worker.launch
 
 
 def load_rank(config: EngineConfig, comm: Comm) -> Rank:

@@ -10,6 +10,7 @@ from inkcap.base.step import Chunk, Continue, StepPlan
 from inkcap.layers.batch import Batch
 from inkcap.ops.values import GroupView, Packing
 from inkcap.runner.table import RowTable
+from inkcap.runner.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ def build(plan: StepPlan, table: RowTable, planes: Sequence[Mapping[str, tuple[T
     assert len(set(rows)) == len(rows), f"step {plan.step} has two entries for one row"
     device = table.device
     sampling = [i for i, work in enumerate(plan.work) if isinstance(work, Continue) or work.samples]
-    starts, stops, row_ids, first = torch.tensor([*zip(*spans, strict=True)], device=device).unbind()  # [R] int64 each
+    columns = [*zip(*spans, strict=True)]
+    starts, stops, row_ids, first = upload(columns, torch.int64, device).unbind()  # [R] each
     widths = stops - starts
     row_of = row_ids.repeat_interleave(widths, output_size=at)  # [T]
     positions = torch.arange(at, device=device) + (first - starts).repeat_interleave(widths, output_size=at)  # [T]
@@ -49,10 +51,11 @@ def build(plan: StepPlan, table: RowTable, planes: Sequence[Mapping[str, tuple[T
         positions=positions,
         spans=tuple(spans),
     )
+    last = stops - 1
     batch = Batch(
         ids=table.tokens[row_of, positions].to(torch.int64),
         packing=packing,
-        sampled=(stops - 1)[sampling] if len(sampling) < len(spans) else stops - 1,
+        sampled=last[upload(sampling, torch.int64, device)] if len(sampling) < len(spans) else last,
         views={group: _view(table.tables[group], block, row_of, positions) for group, block in table.groups.items()},
         planes=planes,
     )

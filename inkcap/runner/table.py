@@ -7,6 +7,7 @@ from torch import Tensor
 
 from inkcap.base.sampling import BIAS_LIMIT, LOWEST_TEMPERATURE, TokenRules, stop_ids
 from inkcap.base.step import BlockEntry, RowSetup
+from inkcap.runner.transfer import upload
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
 
 # what sampling needs of every row
@@ -23,19 +24,34 @@ class RowTable:
     """Tokens, lengths, sampling columns and block tables of all rows, on the device.
 
     `lengths[r]` counts the known tokens of row r, `setups[r]` is what opened it. Tokens and block tables grow by
-    doubling as rows get longer. The host keeps `host_lengths`, which equals `lengths` between steps.
+    doubling as rows get longer than `capacity`. The host keeps `host_lengths`: what `lengths` is once all that was
+    queued has run. Nothing here waits for the device.
     """
 
     def __init__(
-        self, rows: int, groups: dict[str, int], vocab_size: int, rules: TokenRules, device: torch.device
+        self,
+        rows: int,
+        groups: dict[str, int],
+        vocab_size: int,
+        rules: TokenRules,
+        device: torch.device,
+        *,
+        capacity: int = 256,
+        spare: int = 0,
     ) -> None:
-        """`groups` maps each cache group to its block size."""
+        """`groups` maps each cache group to its block size. Behind the rows come `spare` ones that are never opened:
+        one token 0, no blocks."""
         self.rows, self.groups, self.vocab_size, self.rules, self.device = rows, groups, vocab_size, rules, device
-        self.tokens = torch.zeros(rows, 256, dtype=torch.int32, device=device)  # [rows, capacity]
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        every = rows + spare
+        self.tokens = torch.zeros(every, capacity, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(every, dtype=torch.int64, device=device)
+        self.lengths[rows:] = 1
         self.host_lengths = [0] * rows
-        self.columns = {name: torch.zeros(rows, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
-        self.tables = {g: torch.zeros(rows, 16, dtype=torch.int32, device=device) for g in groups}  # [rows, width]
+        self.columns = {name: torch.zeros(every, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
+        self.tables = {  # [rows, width]
+            group: torch.zeros(every, -(-capacity // block), dtype=torch.int32, device=device)
+            for group, block in groups.items()
+        }
         self.setups: list[RowSetup | None] = [None] * rows
         self.extras: dict[int, RowExtras] = {}
 
@@ -53,10 +69,10 @@ class RowTable:
             self.host_lengths[row] = 0
             self.extras.pop(row, None)
         if rows:
-            index = torch.tensor(rows, device=self.device)
-            self.lengths[index] = 0
+            index = upload(rows, torch.int64, self.device)
+            self.lengths.index_fill_(0, index, 0)
             for table in self.tables.values():
-                table[index] = 0
+                table.index_fill_(0, index, 0)
 
     def open(self, setups: Sequence[RowSetup]) -> None:
         """Take rows, all of which must be closed."""
@@ -69,16 +85,15 @@ class RowTable:
             self.host_lengths[setup.row] = len(setup.tokens)
         self.grow(max(len(setup.tokens) for setup in setups))
         for setup in setups:
-            known = torch.tensor(setup.tokens, dtype=torch.int32)
-            self.tokens[setup.row, : len(known)] = known.to(self.device)
+            self.tokens[setup.row, : len(setup.tokens)] = upload(setup.tokens, torch.int32, self.device)
             extras = self._extras(setup)
             if extras is not None:
                 self.extras[setup.row] = extras
-        index = torch.tensor([setup.row for setup in setups], device=self.device)
-        self.lengths[index] = torch.tensor([len(setup.tokens) for setup in setups], device=self.device)
+        index = upload([setup.row for setup in setups], torch.int64, self.device)
+        self.lengths[index] = upload([len(setup.tokens) for setup in setups], torch.int64, self.device)
         values = [_columns(setup) for setup in setups]
         for name, dtype in COLUMNS.items():
-            self.columns[name][index] = torch.tensor([v[name] for v in values], dtype=dtype, device=self.device)
+            self.columns[name][index] = upload([v[name] for v in values], dtype, self.device)
 
     def place(self, blocks: dict[str, list[BlockEntry]]) -> None:
         """Enter block ids into the block tables; a later entry of the same place wins."""
@@ -87,9 +102,9 @@ class RowTable:
                 continue
             last = {(entry.row, entry.index): entry.block for entry in entries}
             self._widen(group, max(index for _, index in last) + 1)
-            places = torch.tensor([*zip(*last, strict=True)], device=self.device)  # [2, entries]
-            ids = torch.tensor([*last.values()], dtype=torch.int32, device=self.device)
-            self.tables[group][places[0], places[1]] = ids
+            rows, indices = zip(*last, strict=True)
+            entered = upload([rows, indices, [*last.values()]], torch.int64, self.device)  # [3, entries]
+            self.tables[group][entered[0], entered[1]] = entered[2].to(torch.int32)
 
     def grow(self, length: int) -> None:
         """Make room for `length` tokens a row, and for the block table entries that cover them."""
@@ -100,20 +115,25 @@ class RowTable:
 
     def append(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Add one drawn token to each of `rows`. tokens: [n] int64."""
-        index = torch.tensor(rows, device=self.device)
+        index = upload(rows, torch.int64, self.device)
         self.grow(max(self.host_lengths[row] for row in rows) + 1)
         self.tokens[index, self.lengths[index]] = tokens.to(torch.int32)
         self.lengths[index] += 1
+        self.note(rows, tokens)
+
+    def note(self, rows: Sequence[int], tokens: Tensor) -> None:
+        """The part of `append` that the host does, for tokens [n] that are in `tokens` and `lengths` already."""
         for place, row in enumerate(rows):
             self.host_lengths[row] += 1
             extras = self.extras.get(row)
             if extras is not None and extras.counts is not None and extras.seen is not None:
-                extras.counts[tokens[place]] += 1
-                extras.seen[tokens[place]] = True
+                drawn = tokens[place : place + 1]  # an index tensor: a single number would be fetched
+                extras.counts.scatter_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
+                extras.seen.index_fill_(0, drawn, True)
 
     def draws(self, rows: Sequence[int]) -> Draws:
         """What the sampler needs to draw the next token of each of `rows`."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        index = upload(rows, torch.int64, self.device)
         columns = {name: column[index] for name, column in self.columns.items()}
         extras = {place: self.extras[row] for place, row in enumerate(rows) if row in self.extras}
         return Draws(
@@ -143,7 +163,7 @@ class RowTable:
             made.stops, made.stops_from = self._ids(stops), setup.prompt_length + params.min_tokens
         if params.logit_bias:
             made.bias_ids = self._ids(params.logit_bias)
-            biases = torch.tensor([*params.logit_bias.values()], dtype=torch.float32, device=self.device)
+            biases = upload([*params.logit_bias.values()], torch.float32, self.device)
             made.biases = biases.clamp(-BIAS_LIMIT, BIAS_LIMIT)
         if allowed is not None:
             made.forbidden = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
@@ -158,19 +178,20 @@ class RowTable:
             made.seen = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
             made.seen[known] = True
             output = known[setup.prompt_length :]
-            made.counts = torch.bincount(output, minlength=self.vocab_size).to(torch.int32)
+            made.counts = torch.zeros(self.vocab_size, dtype=torch.int32, device=self.device)
+            made.counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         return made
 
     def _bad_words(self, words: list[list[int]]) -> BadWords:
         width = max(len(word) for word in words) - 1
         prefixes = [[-1] * (width - len(word) + 1) + word[:-1] for word in words]
         return BadWords(
-            prefixes=torch.tensor(prefixes, dtype=torch.int32, device=self.device).reshape(len(words), width),
+            prefixes=upload(prefixes, torch.int32, self.device).reshape(len(words), width),
             lasts=self._ids(word[-1] for word in words),
         )
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
-        return torch.tensor([*ids], dtype=torch.int64, device=self.device)
+        return upload([*ids], torch.int64, self.device)
 
 
 def _columns(setup: RowSetup) -> dict[str, float | int]:

@@ -1,6 +1,9 @@
 """One rank: model, arena and row table; carries out one StepPlan after another. It never decides anything."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,10 +20,51 @@ from inkcap.parallel.comm import Comm
 from inkcap.runner.build import Step, build
 from inkcap.runner.memory import budget, plan_for
 from inkcap.runner.table import RowTable
+from inkcap.runner.transfer import Download
 from inkcap.sampling.logprobs import logprobs
-from inkcap.sampling.sampler import Sampler
+from inkcap.sampling.sampler import Sampled, Sampler
 
 LOGITS_BYTES = 64 << 20  # of prompt log-probabilities at a time: a chunk's logits at once would be gigabytes
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that has begun, and how its results come back."""
+
+    plan: StepPlan
+    began: float  # time.perf_counter()
+    sampling: list[int]  # entries of the plan's work that drew a token
+    sampled: Sampled | None  # None: nothing was drawn
+    back: Download  # of `sampled.numbers`
+    prompts: dict[int, list[Logprobs]]  # by entry of the work
+
+    def finish(self) -> StepResult:
+        """Wait for the step; from any thread. Raises EngineFault, naming the step, when something in it failed."""
+        plan = self.plan
+        drawn: list[list[int]] = [[] for _ in plan.work]
+        found: list[list[Logprobs] | None] = [None] * len(plan.work)
+        with fault_of(plan):
+            numbers = self.back.wait()
+            if self.sampled is not None:
+                tokens, chances = self.sampled.collect(numbers)
+                for place, token, entry in zip(self.sampling, tokens, chances, strict=True):
+                    drawn[place] = [token]
+                    if entry is not None:
+                        found[place] = [entry]
+        rows = [
+            RowResult(work.row, drawn[place], found[place], self.prompts.get(place))
+            for place, work in enumerate(plan.work)
+        ]
+        return StepResult(step=plan.step, rows=rows, seconds=time.perf_counter() - self.began)
+
+
+@contextmanager
+def fault_of(plan: StepPlan) -> Iterator[None]:
+    """Whatever fails inside becomes an EngineFault that names the step."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineFault(f"step {plan.step} failed: {type(error).__name__}: {error}") from error
 
 
 class Worker:
@@ -69,52 +113,41 @@ class Worker:
         )
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Carry out one step. Raises EngineFault, naming the step, when anything in it fails; the rank is then done."""
+        """Carry out one step and wait for it. Raises EngineFault as `launch` and `finish` do."""
+        return self.launch(plan).finish()
+
+    def launch(self, plan: StepPlan) -> "Launched":
+        """Begin one step, behind those begun before. A GPU may still work on it on return; a CPU is done.
+
+        Raises EngineFault, naming the step, when that fails; the rank is then done.
+        """
         began = time.perf_counter()
-        try:
-            rows = self._run(plan)
-        except Exception as error:
-            raise EngineFault(f"step {plan.step} failed: {type(error).__name__}: {error}") from error
-        return StepResult(step=plan.step, rows=rows, seconds=time.perf_counter() - began)
+        with fault_of(plan):
+            return self._launch(plan, began)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> list[RowResult]:
+    def _launch(self, plan: StepPlan, began: float) -> "Launched":
         table = self.table
         table.close(plan.closed)
         table.open(plan.opened)
         table.place(plan.blocks)
         self.arena.copy(plan.moves)
         if not plan.work:
-            return []
+            return Launched(plan, began, [], None, Download([]), {})
         step = build(plan, table, self.arena.planes)
         hidden = self.model.forward(step.batch)  # [T, D]
         prompts = self._prompt_logprobs(plan, step, hidden)
-        tokens, found = self._sample(plan, step, hidden)
-        return [
-            RowResult(
-                row=work.row,
-                tokens=tokens[place],
-                logprobs=found.get(place),
-                prompt_logprobs=prompts.get(place),
-            )
-            for place, work in enumerate(plan.work)
-        ]
+        sampled = self._sample(plan, step, hidden) if step.sampling else None
+        back = Download(sampled.numbers if sampled is not None else [])
+        return Launched(plan, began, step.sampling, sampled, back, prompts)
 
-    def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> tuple[list[list[int]], dict[int, list[Logprobs]]]:
-        """Drawn tokens of each entry of the work, and log-probabilities by entry."""
-        drawn: list[list[int]] = [[] for _ in plan.work]
-        if not step.sampling:
-            return drawn, {}
+    def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> Sampled:
+        """Draw for the entries of the work that sample, and add what was drawn to their rows."""
         rows = [plan.work[place].row for place in step.sampling]
         logits = self.model.head(hidden[step.batch.sampled])  # [S, V]
         sampled = self.sampler.draw(logits, self.table.draws(rows))
         self.table.append(rows, sampled.tokens)
-        found: dict[int, list[Logprobs]] = {}
-        for place, token, entry in zip(step.sampling, sampled.tokens.tolist(), sampled.logprobs, strict=True):
-            drawn[place] = [token]
-            if entry is not None:
-                found[place] = [entry]
-        return drawn, found
+        return sampled
 
     def _prompt_logprobs(self, plan: StepPlan, step: Step, hidden: Tensor) -> dict[int, list[Logprobs]]:
         """By entry of the work: log-probabilities of the prompt tokens that its chunk predicts."""

@@ -8,20 +8,40 @@ from torch import Tensor
 
 from inkcap.base.request import Logprobs
 from inkcap.ops.sample.ref import penalize, sample
-from inkcap.sampling.logprobs import logprobs
+from inkcap.sampling.logprobs import Scored, entries, score
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token a row, and what was asked about it."""
+    """One token a row, and what was asked about it, where the logits are."""
 
     tokens: Tensor  # [S] int64
-    logprobs: list[Logprobs | None]  # of the logits before masks, penalties and temperature
+    sound: Tensor  # [S] bool: the row's logits were numbers
+    wanted: list[int]  # places of rows that asked for log-probabilities
+    scored: Scored | None  # of these, from the logits before masks, penalties and temperature; None: nobody asked
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """What `collect` reads on the host."""
+        return [self.tokens, self.sound, *(self.scored.numbers if self.scored is not None else ())]
+
+    def collect(self, numbers: Sequence[Tensor]) -> tuple[list[int], list[Logprobs | None]]:
+        """Tokens and log-probabilities of each row, from `numbers` on the host.
+
+        Raises ValueError when a row's logits are not numbers.
+        """
+        tokens, sound, *scores = numbers
+        _check(sound)
+        found: list[Logprobs | None] = [None] * len(tokens)
+        if self.scored is not None:
+            for place, entry in zip(self.wanted, entries(self.scored, scores), strict=True):
+                found[place] = entry
+        return tokens.tolist(), found
 
 
 class Sampler:
-    """Draws tokens of one vocabulary, of which `banned` ids never come out."""
+    """Draws tokens of one vocabulary, of which `banned` ids never come out. Waits for nothing on the device."""
 
     def __init__(self, banned: Sequence[int], device: torch.device) -> None:
         self.banned = torch.tensor([*banned], dtype=torch.int64, device=device)
@@ -31,26 +51,31 @@ class Sampler:
 
         In this order: log-probabilities are taken; penalties, then biases; banned and disallowed ids, stop ids before
         `min_tokens` and last ids of bad words are masked; temperature, top-k, top-p, min-p. A row whose stop ids and
-        bad words would leave it no token at all is drawn without these two. Raises ValueError when a row's logits are
-        not numbers.
+        bad words would leave it no token at all is drawn without these two.
         """
         wanted = [place for place, count in enumerate(draws.logprobs) if count is not None]
-        raw = logits[wanted] if wanted else None  # a copy
+        raw = None
+        if wanted:  # a copy
+            raw = logits.clone() if len(wanted) == len(logits) else torch.stack([logits[place] for place in wanted])
         for place, extras in draws.extras.items():
             _shift(logits[place], extras)
         if len(self.banned):
-            logits[:, self.banned] = -torch.inf
+            logits.index_fill_(1, self.banned, -torch.inf)
         for place, extras in draws.extras.items():
             _mask(logits[place], extras, draws.known[place])
-        if not logits.amax(1).isfinite().all():  # NaN wins every maximum
-            raise ValueError("the model gave logits that are not finite")
+        sound = logits.amax(1).isfinite()  # NaN wins every maximum
+        if sound.device.type == "cpu":  # known now; elsewhere `collect` looks
+            _check(sound)
         tokens = sample(logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seeds, draws.positions)
-        found: list[Logprobs | None] = [None] * len(draws.logprobs)
-        if raw is not None:
-            counts = [count for count in draws.logprobs if count is not None]
-            for place, entry in zip(wanted, logprobs(raw, tokens[wanted], counts), strict=True):
-                found[place] = entry
-        return Sampled(tokens, found)
+        if raw is None:
+            return Sampled(tokens, sound, wanted, None)
+        own = tokens if len(wanted) == len(tokens) else torch.stack([tokens[place] for place in wanted])
+        return Sampled(tokens, sound, wanted, score(raw, own, [c for c in draws.logprobs if c is not None]))
+
+
+def _check(sound: Tensor) -> None:
+    if not sound.all():
+        raise ValueError("the model gave logits that are not finite")
 
 
 def _shift(logits: Tensor, extras: RowExtras) -> None:

@@ -37,7 +37,7 @@ def draw(setups: list[RowSetup], logits: torch.Tensor):
     table = RowTable(1 + max(s.row for s in setups), {}, VOCABULARY, RULES, CPU)
     table.open(setups)
     sampled = Sampler(RULES.banned, CPU).draw(logits.clone(), table.draws([s.row for s in setups]))
-    return sampled.tokens.tolist(), sampled.logprobs
+    return sampled.collect(sampled.numbers)
 
 
 def greedy(logits: torch.Tensor, tokens: list[int], prompt_length: int | None = None, bad=None, **params) -> int:
