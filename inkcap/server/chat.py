@@ -28,22 +28,29 @@ router = APIRouter(route_class=JsonRoute)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """An answer to a conversation."""
     service = service_of(request)
-    service.ready()
-    model = service.model(body.model)
-    body.refuse_unbuilt()
-    service.note_unknown(body.unknown())
-    prompt = await chat_prompt(service, body, body_size(request))
-    ids = prompt.token_ids[-body.truncate_prompt_tokens :] if body.truncate_prompt_tokens else prompt.token_ids
-    params = body.params(service.defaults)
-    identity = body.request_id or request.state.request_id
-    run = service.start([ids], params, request_id=identity, priority=body.priority, salt=body.cache_salt or "")
-    answering = Answering(service, body, run, prompt, params, f"chatcmpl-{identity}", model)
+    answering = await begin(service, body, body.request_id or request.state.request_id, body_size(request))
     if body.stream:
         return EventStream(answering.chunks(), answering.close)
     try:
         return await unless_gone(request.receive, answering.whole())
     finally:
         answering.close()
+
+
+async def begin(service: Service, body: ChatBody, request_id: str, size: int, prefix: str = "chatcmpl-") -> "Answering":
+    """Check a conversation, render it and submit it: the one way in for every API that has conversations.
+
+    `size` is the body's, in bytes; `prefix` begins the reply's id. Raises what `Service.start` raises, and BadRequest.
+    """
+    service.ready()
+    model = service.model(body.model)
+    body.refuse_unbuilt()
+    service.note_unknown(body.unknown())
+    prompt = await chat_prompt(service, body, size)
+    ids = prompt.token_ids[-body.truncate_prompt_tokens :] if body.truncate_prompt_tokens else prompt.token_ids
+    params = body.params(service.defaults)
+    run = service.start([ids], params, request_id=request_id, priority=body.priority, salt=body.cache_salt or "")
+    return Answering(service, body, run, prompt, params, f"{prefix}{request_id}", model)
 
 
 class Answering:
@@ -84,6 +91,17 @@ class Answering:
         reasoning = sum(output.reasoning_tokens for output in self.outputs)
         return self.run.usage(completion, reasoning)
 
+    async def deltas(self) -> AsyncGenerator[list[tuple[int, ChatDelta]], None]:
+        """What came since the last item was taken: per answer that has something, its index and its events."""
+        async for arrived in self.run.arrivals():
+            found: list[tuple[int, ChatDelta]] = []
+            for index, deltas in arrived:
+                delta = self.outputs[index].feed(replies.merged(deltas))
+                if delta.abort:
+                    self.run.stop(index)
+                found.append((index, delta))
+            yield found
+
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Events, as many as there are, whenever there are any."""
         options = self.body.stream_options
@@ -93,12 +111,9 @@ class Answering:
         opening = ChatStreamDelta(role="assistant", content="")
         choices = [ChatStreamChoice(index, opening) for index in range(len(self.outputs))]
         yield b"".join([framer.chunk([choice], self.usage() if running else None) for choice in choices])
-        async for arrived in self.run.arrivals():
+        async for arrived in self.deltas():
             out: list[bytes] = []
-            for index, deltas in arrived:
-                delta = self.outputs[index].feed(replies.merged(deltas))
-                if delta.abort:
-                    self.run.stop(index)
+            for index, delta in arrived:
                 choices = self.choices(index, delta)
                 out += [framer.chunk([choice], self.usage() if running else None) for choice in choices]
             if out:
@@ -137,11 +152,8 @@ class Answering:
     async def whole(self) -> Response:
         """The reply, once everything is there."""
         parts = [Part() for _ in self.outputs]
-        async for arrived in self.run.arrivals():
-            for index, deltas in arrived:
-                delta = self.outputs[index].feed(replies.merged(deltas))
-                if delta.abort:
-                    self.run.stop(index)
+        async for arrived in self.deltas():
+            for index, delta in arrived:
                 parts[index].add(delta)
         reply = replies.ChatReply(
             self.identity,
