@@ -92,10 +92,3 @@ def multiply(
     if NORMED:
         out *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
     return out
-
-
-@triton.jit
-def swiglu_pairs(x, N: tl.constexpr):
-    """[N] with gate and up side by side to silu(gate) * up [N / 2]."""
-    gate, up = tl.split(tl.reshape(x, [N // 2, 2]))
-    return gate * tl.sigmoid(gate) * up

@@ -1,0 +1,118 @@
+"""Uses of experts in order of expert, and the tiles that grouped products work through, all on the device.
+
+A use is (token, place among its choices), numbered token * K + place. A tile is up to `width` uses of one expert. There
+are at most min(experts, uses) + uses // width tiles, so launches need no count from the device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkcap.ops import pdl
+from inkcap.ops.values import Routed
+
+PAIRWISE = 2048  # uses: up to here each use counts those before it; beyond, the library sorts
+COMPARED = 32  # uses at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What one width makes of a routing. Tiles beyond the last have expert -1."""
+
+    order: Tensor  # [uses] int32, by expert, then by number
+    expert: Tensor  # [most] int32
+    start: Tensor  # [most] int32, into `order`
+    stop: Tensor  # [most] int32
+    width: int
+
+
+@triton.jit
+def lay_out(first, count, expert, start, stop, most, E: tl.constexpr, BE: tl.constexpr, WIDTH: tl.constexpr):
+    """Write the tiles of all experts; first and count: [BE], where each one's uses begin and how many they are."""
+    e = tl.arange(0, BE)
+    tiles = (count + WIDTH - 1) // WIDTH
+    last = tl.cumsum(tiles, 0)
+    for k in range(tl.max(tiles, 0)):
+        at = last - tiles + k
+        mask = k < tiles
+        tl.store(expert + at, e, mask=mask)
+        tl.store(start + at, first + k * WIDTH, mask=mask)
+        tl.store(stop + at, tl.minimum(first + (k + 1) * WIDTH, first + count), mask=mask)
+    for unused in range(tl.max(last, 0), most, BE):
+        tl.store(expert + unused + e, -1, mask=unused + e < most)
+
+
+@triton.jit
+def group_pairwise(
+    choice, order, expert, start, stop, uses, most,
+    E: tl.constexpr, BE: tl.constexpr, BU: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program 0 counts and lays out the tiles, each other program finds the places of BU uses."""
+    pdl.wait(PDL)
+    pdl.trigger(PDL)
+    u = tl.arange(0, BU)
+    if tl.program_id(0) == 0:
+        e = tl.arange(0, BE)
+        count = tl.zeros([BE], tl.int32)
+        for other in range(0, uses, BU):
+            chosen = tl.load(choice + other + u, mask=other + u < uses, other=-1).to(tl.int32)
+            count += tl.sum((chosen[None, :] == e[:, None]).to(tl.int32), 1)
+        lay_out(tl.cumsum(count, 0) - count, count, expert, start, stop, most, E, BE, WIDTH)
+    else:
+        mine = (tl.program_id(0) - 1) * BU + u
+        own = tl.load(choice + mine, mask=mine < uses, other=0).to(tl.int32)
+        place = tl.zeros([BU], tl.int32)
+        for other in range(0, uses, BU):
+            them = other + u
+            chosen = tl.load(choice + them, mask=them < uses, other=E).to(tl.int32)
+            before = chosen[None, :] < own[:, None]
+            before |= (chosen[None, :] == own[:, None]) & (them[None, :] < mine[:, None])
+            place += tl.sum(before.to(tl.int32), 1)
+        tl.store(order + place, mine, mask=mine < uses)
+
+
+@triton.jit
+def lay_out_sorted(
+    bounds, expert, start, stop, most, E: tl.constexpr, BE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
+    """From bounds [E + 1]: uses of expert e stand at bounds[e] .. bounds[e + 1] of the order."""
+    pdl.wait(PDL)
+    pdl.trigger(PDL)
+    e = tl.arange(0, BE)
+    first = tl.load(bounds + e, mask=e < E, other=0).to(tl.int32)
+    count = tl.load(bounds + e + 1, mask=e < E, other=0).to(tl.int32) - first
+    lay_out(first, count, expert, start, stop, most, E, BE, WIDTH)
+
+
+def width_of(uses: int, experts: int) -> int:
+    """Uses of a tile, from how many an expert has on average."""
+    mean = uses / experts
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 48 else 128
+
+
+def tiles(route: Routed, experts: int, width: int) -> Tiles:
+    """The tiles of a routing, made once for all products of the same width."""
+    found = route.memo.get((Tiles, width))
+    if found is not None:
+        return found  # pyright: ignore[reportReturnType]  # a memo has no types
+    uses, device = route.choice.numel(), route.choice.device
+    most = min(experts, uses) + uses // width
+    on, block = pdl.supported(device), triton.next_power_of_2(experts)
+    listed = torch.empty(3, most, dtype=torch.int32, device=device)
+    if uses <= PAIRWISE:
+        order = torch.empty(uses, dtype=torch.int32, device=device)
+        group_pairwise[(1 + triton.cdiv(uses, COMPARED),)](
+            route.choice, order, *listed, uses, most, experts, block, COMPARED, width, on,
+            num_warps=8, **pdl.launch(on),
+        )  # fmt: skip
+    else:
+        chosen, by_expert = route.choice.flatten().sort(stable=True)
+        bounds = torch.searchsorted(chosen, torch.arange(experts + 1, device=device), out_int32=True)
+        order = by_expert.int()
+        lay_out_sorted[(1,)](bounds, *listed, most, experts, block, width, on, num_warps=4, **pdl.launch(on))
+    made = Tiles(order, listed[0], listed[1], listed[2], width)
+    route.memo[Tiles, width] = made
+    return made

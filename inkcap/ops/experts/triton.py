@@ -1,0 +1,167 @@
+"""Experts on a GPU. One token: kernels that stream the weight rows of its experts. More tokens: products grouped by
+expert, whatever their number.
+
+The gated products are not rounded before the activation, and one token's products with w2 not before their sum; one
+token is normed without rounding the normed row. Else everything rounds where the references do.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from inkcap.ops import pdl
+from inkcap.ops.act.ref import swiglu
+from inkcap.ops.experts.group import tiles, width_of
+from inkcap.ops.experts.many import combine_kernel, grouped
+from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up, routed_down, routed_settle, routed_up
+from inkcap.ops.experts.row import down_row, up_row
+from inkcap.ops.linear.device import chunks
+from inkcap.ops.sconv.triton import convolve
+from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Routed
+
+COMBINED = 1024  # channels of a program that sums over experts
+
+
+def up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor | None, caps: Caps | None) -> tuple[Tensor, Tensor]:
+    """Activations of the routed and of the shared experts."""
+    (tokens, top_k), (experts, columns, length) = route.choice.shape, w13.shape
+    shared = 0 if shared_w13 is None else len(shared_w13)
+    out = torch.empty(tokens, top_k, columns // 2, dtype=rows.dtype, device=w13.device)
+    bk, number = chunks(length)
+    if tokens == 1 and number:
+        on, normed = pdl.supported(w13.device), rows.normed is None
+        x = rows.rows if rows.normed is None else rows.normed
+        shared_out = torch.empty(1, shared, columns // 2, dtype=rows.dtype, device=w13.device)
+        bn, warps = 4, 8
+        up_row[(triton.cdiv(columns, bn), shared + top_k)](
+            x, rows.weight, w13, w13 if shared_w13 is None else shared_w13, route.choice, route.gammas,
+            out, shared_out, rows.eps, 1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
+            normed, caps is not None, shared, columns // 2, length, bk, number, bn, on,
+            num_warps=warps, **pdl.launch(on),
+        )  # fmt: skip
+        return out, shared_out
+    x = rows.tensor()
+    if shared_w13 is None:
+        shared_out = out[:, :0]
+    else:
+        shared_out = swiglu(F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (shared, -1)), route.gammas)
+    if tokens:
+        uses = tiles(route, experts, width_of(tokens * top_k, experts))
+        grouped(x, w13, uses, top_k, out.flatten(0, 1), paired=True, caps=caps)
+    return out, shared_out
+
+
+def down(
+    act: Tensor,
+    shared_act: Tensor | None,
+    route: Routed,
+    w2: Tensor,
+    shared_w2: Tensor | None,
+    residual: Tensor | None,
+    taps: Tensor | None,
+    view: GroupView | None,
+    packing: Packing | None,
+    plane: int,
+    conv_scale: float,
+) -> Tensor:
+    """Sum over experts [T, C], then convolution and addition where there are taps."""
+    (tokens, top_k, length), (experts, channels, _) = act.shape, w2.shape
+    bk, number = chunks(length)
+    convolved = taps is not None and view is not None and packing is not None
+    inside = convolved and packing.widest == 1  # every token's other inputs are in the state
+    dtype = act.dtype if residual is None or not inside else residual.dtype
+    out = torch.empty(tokens, channels, dtype=dtype, device=act.device)
+    if not tokens:
+        return out
+    on = pdl.supported(act.device)
+    base = residual if inside and residual is not None else None
+    if inside:
+        state = view.planes[plane]
+        where = (taps, state, view.table, view.slots, packing.row_of, packing.positions)
+        strides = (state.stride(0), state.stride(1), view.table.stride(0), taps.stride(0), taps.stride(1))
+        window = (taps.shape[1], view.block)
+    else:
+        where, strides, window = (act,) * 6, (0,) * 5, (1, 1)
+    if tokens == 1 and number and (inside or not convolved):
+        shared = 0 if shared_w2 is None else shared_w2.shape[1]
+        bn, warps = 8, 8
+        down_row[(triton.cdiv(channels, bn),)](
+            act, act if shared_act is None else shared_act, w2, w2 if shared_w2 is None else shared_w2,
+            route.choice, route.weights, act if base is None else base, out, *where, conv_scale, channels, *strides,
+            inside, base is not None, *window, top_k, shared, triton.next_power_of_2(top_k + shared),
+            length, bk, number, bn, on, num_warps=warps, **pdl.launch(on),
+        )  # fmt: skip
+        return out
+    uses = tiles(route, experts, width_of(tokens * top_k, experts))
+    products = torch.empty(tokens * top_k, channels, dtype=act.dtype, device=act.device)
+    grouped(act.flatten(0, 1), w2, uses, 1, products, paired=False)
+    shared = None
+    if shared_act is not None and shared_w2 is not None:
+        shared = F.linear(shared_act.flatten(1), shared_w2.flatten(1))
+    bc = min(COMBINED, triton.next_power_of_2(channels))
+    combine_kernel[(tokens, triton.cdiv(channels, bc))](
+        products, route.weights, products if shared is None else shared, products if base is None else base, out,
+        *where, conv_scale, *strides, inside, shared is not None, base is not None, *window, top_k, channels, bc, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+    if convolved and not inside:
+        return convolve(out, taps, view, packing, plane, conv_scale, residual)
+    return out
+
+
+@experts_up.implement("triton", when=lambda device: device.type == "cuda")
+def experts_up_triton(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor) -> Activated:
+    """`experts_up` of the reference."""
+    return Activated(*up(rows, route, w13, shared_w13, None), route)
+
+
+@experts_down.implement("triton", when=lambda device: device.type == "cuda")
+def experts_down_triton(act: Activated, w2: Tensor, shared_w2: Tensor) -> Tensor:
+    """`experts_down` of the reference."""
+    return down(act.routed, act.shared, act.route, w2, shared_w2, None, None, None, None, 0, 1.0)
+
+
+@experts_settle.implement("triton", when=lambda device: device.type == "cuda")
+def experts_settle_triton(
+    act: Activated,
+    w2: Tensor,
+    shared_w2: Tensor,
+    residual: Tensor | None,
+    taps: Tensor,
+    view: GroupView,
+    packing: Packing,
+    *,
+    plane: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`experts_settle` of the reference."""
+    return down(act.routed, act.shared, act.route, w2, shared_w2, residual, taps, view, packing, plane, 1.0), None
+
+
+@routed_up.implement("triton", when=lambda device: device.type == "cuda")
+def routed_up_triton(rows: Normed, route: Routed, w13: Tensor, caps: Caps) -> Tensor:
+    """`routed_up` of the reference."""
+    return up(rows, route, w13, None, caps)[0]
+
+
+@routed_down.implement("triton", when=lambda device: device.type == "cuda")
+def routed_down_triton(act: Tensor, route: Routed, w2: Tensor) -> Tensor:
+    """`routed_down` of the reference."""
+    return down(act, None, route, w2, None, None, None, None, None, 0, 1.0)
+
+
+@routed_settle.implement("triton", when=lambda device: device.type == "cuda")
+def routed_settle_triton(
+    act: Tensor,
+    route: Routed,
+    w2: Tensor,
+    residual: Tensor | None,
+    taps: Tensor,
+    view: GroupView,
+    packing: Packing,
+    *,
+    plane: int,
+    conv_scale: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """`routed_settle` of the reference."""
+    return down(act, None, route, w2, None, residual, taps, view, packing, plane, conv_scale), None

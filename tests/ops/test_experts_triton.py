@@ -1,0 +1,114 @@
+"""The kernels of the experts: the references' tests run with them, and their parts, under the interpreter."""
+
+import pytest
+import torch
+from ops import test_experts
+from ops.shapes import convolved
+
+from inkcap.ops.experts import group
+from inkcap.ops.experts.group import tiles, width_of
+from inkcap.ops.experts.ref import experts_settle, routed_settle
+from inkcap.ops.experts.triton import (
+    experts_down_triton,
+    experts_settle_triton,
+    experts_up_triton,
+    routed_down_triton,
+    routed_settle_triton,
+    routed_up_triton,
+)
+from inkcap.ops.values import Activated, Routed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def ops(monkeypatch):
+    torch.manual_seed(0)
+    for name, function in (
+        ("experts_up", experts_up_triton),
+        ("experts_down", experts_down_triton),
+        ("experts_settle", experts_settle_triton),
+        ("routed_up", routed_up_triton),
+        ("routed_down", routed_down_triton),
+        ("routed_settle", routed_settle_triton),
+    ):
+        monkeypatch.setattr(test_experts, name, function)
+
+
+@pytest.mark.parametrize("case", test_experts.CASES)
+def test_both_halves(case):
+    test_experts.test_both_halves(case)
+
+
+def test_down_takes_activations_that_another_op_made():
+    test_experts.test_down_takes_activations_that_another_op_made()
+
+
+def test_settle_behind_experts():
+    test_experts.test_settle_behind_experts()
+
+
+def test_routed_experts_alone():
+    test_experts.test_routed_experts_alone()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_settle_of_single_tokens_convolves_inside(tokens, shared):
+    """Steps with one token of each sequence, whose history comes from the plane, against the reference."""
+    channels, units, steps = 20, 12, [tuple((row, 1) for row in range(tokens))] * 5
+    w2, shared_w2 = torch.randn(5, channels, units), torch.randn(channels, shared, units)
+    taps = torch.randn(4, channels).t()
+    for view, packing, plane in convolved(channels, steps, torch.float32, CPU):
+        route = test_experts.routed(tokens, 5, 2, shared)
+        act = Activated(torch.randn(tokens, 2, units), torch.randn(tokens, shared, units), route)
+        where = (torch.randn(tokens, channels), taps, view, packing)
+        kept = plane.clone()
+        if shared:
+            want, _ = experts_settle.reference(act, w2, shared_w2, *where, plane=1)
+        else:
+            want, _ = routed_settle.reference(act.routed, route, w2, *where, plane=1, conv_scale=0.5)
+        after = plane.clone()
+        plane.copy_(kept)
+        if shared:
+            got, _ = experts_settle_triton(act, w2, shared_w2, *where, plane=1)
+        else:
+            got, _ = routed_settle_triton(act.routed, route, w2, *where, plane=1, conv_scale=0.5)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(plane, after, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("sort", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "width"), [(1, 9, 3, 16), (40, 3, 2, 16), (70, 5, 1, 32)])
+def test_tiles_cover_every_use_once_in_order(monkeypatch, sort, tokens, experts, top_k, width):
+    monkeypatch.setattr(group, "PAIRWISE", 0 if sort else 1 << 20)
+    route = test_experts.routed(tokens, experts, top_k, 0)
+    route.choice[: tokens // 2] = route.choice[0]  # skewed
+    made = tiles(route, experts, width)
+    assert tiles(route, experts, width) is made
+    flat = route.choice.flatten()
+    assert torch.equal(made.order.long(), flat.sort(stable=True).indices)
+    seen, ended = [], False
+    for expert, start, stop in zip(made.expert.tolist(), made.start.tolist(), made.stop.tolist(), strict=True):
+        ended = ended or expert < 0
+        assert (expert < 0) == ended
+        if not ended:
+            assert 0 < stop - start <= width
+            assert (flat[made.order[start:stop].long()] == expert).all()
+            seen += range(start, stop)
+    assert seen == list(range(tokens * top_k))
+
+
+def test_wide_tiles_have_tokens_as_the_first_operand(monkeypatch):
+    monkeypatch.setattr("inkcap.ops.experts.triton.width_of", lambda uses, experts: 128)
+    test_experts.test_both_halves((9, 7, 3, 1))
+
+
+def test_width_grows_with_the_uses_of_an_expert():
+    assert [width_of(6 * tokens, 256) for tokens in (2, 64, 1024, 2048, 8192)] == [16, 16, 32, 64, 128]
+
+
+def test_nothing_to_do():
+    route = Routed(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), torch.empty(0, 1))
+    act = Activated(torch.empty(0, 2, 4), torch.empty(0, 1, 4), route)
+    assert experts_down_triton(act, torch.randn(3, 8, 4), torch.randn(8, 1, 4)).shape == (0, 8)
