@@ -6,6 +6,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from inkcap.base.errors import BadRequest, InkcapError, Overloaded
 from inkcap.base.log import logger
@@ -22,6 +23,16 @@ TYPES = {
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailable",
+}
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 MOST_REPORTED = 10  # mistakes of one body that are named
 ECHOED = 80  # characters of an input that are repeated to the caller
@@ -54,8 +65,23 @@ def body(message: str, status: int, param: str | None = None) -> ErrorBody:
     return ErrorBody(ErrorDetail(message, TYPES.get(status, "Error"), param, status))
 
 
-def reply(content: ErrorBody, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), content.error.code, headers, "application/json")
+def anthropic(content: ErrorBody) -> dict[str, object]:
+    """The same error in the shape that clients of `/v1/messages` read."""
+    detail = content.error
+    kind = ANTHROPIC_TYPES.get(detail.code, "invalid_request_error" if detail.code < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": detail.message}}
+
+
+def path_of(scope: Scope) -> str:
+    """The path below the prefix that a proxy strips."""
+    root, path = scope.get("root_path", ""), scope["path"]
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def reply(content: ErrorBody, scope: Scope, headers: dict[str, str] | None = None) -> Response:
+    """The response, in the shape of the API that the path belongs to."""
+    shaped = anthropic(content) if path_of(scope).startswith(ANTHROPIC_PATH) else content
+    return Response(msgspec.json.encode(shaped), content.error.code, headers, "application/json")
 
 
 def shorten(value: object) -> str:
@@ -77,15 +103,15 @@ def summarize(mistakes: list[dict]) -> tuple[str, str | None]:
     return "; ".join(parts), ".".join(first) or None
 
 
-async def on_inkcap_error(_: Request, error: Exception) -> Response:
+async def on_inkcap_error(request: Request, error: Exception) -> Response:
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, Overloaded) else None
-    return reply(describe(error), headers)
+    return reply(describe(error), request.scope, headers)
 
 
-async def on_validation_error(_: Request, error: Exception) -> Response:
+async def on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     message, param = summarize(list(error.errors()))
-    return reply(body(message, 400, param))
+    return reply(body(message, 400, param), request.scope)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -95,12 +121,12 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         message = f"no such path: {shorten(request.url.path)}; /docs lists what there is"
     if error.status_code == 405:
         message = f"{request.method} is not allowed on {shorten(request.url.path)}"
-    return reply(body(message, error.status_code), dict(error.headers or {}))
+    return reply(body(message, error.status_code), request.scope, dict(error.headers or {}))
 
 
 async def on_any_error(request: Request, error: Exception) -> Response:
     logger.error("%s %r failed: %s: %.500r", request.method, request.scope["path"], type(error).__name__, str(error))
-    return reply(describe(error))
+    return reply(describe(error), request.scope)
 
 
 def install(app: FastAPI) -> None:

@@ -3,6 +3,7 @@
 Nothing here runs per streamed chunk except one pass-through call.
 """
 
+import hashlib
 import hmac
 import re
 import time
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inkcap.server import errors
+from inkcap.server.errors import path_of
 from inkcap.server.metrics import Metrics
 
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -21,12 +23,6 @@ GUARDED = ("/v1", "/inference", "/tokenize", "/detokenize")
 def header(scope: Scope, name: bytes) -> str | None:
     """A request header, decoded as HTTP says; None when absent."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
-
-
-def path_of(scope: Scope) -> str:
-    """The path below the prefix that a proxy strips."""
-    root, path = scope.get("root_path", ""), scope["path"]
-    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 class Envelope:
@@ -65,21 +61,27 @@ class Envelope:
 
 
 class KeyCheck:
-    """Asks for `Authorization: Bearer KEY` on the API's paths. The comparison takes the same time for any key."""
+    """Asks for `Authorization: Bearer KEY`, or `x-api-key: KEY`, on the API's paths.
+
+    The comparison takes the same time for any key, whatever its length.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
-        self.expected = f"Bearer {key}".encode()
+        self.expected = hashlib.sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and path_of(scope).startswith(GUARDED) and scope["method"] != "OPTIONS":
-            given = (header(scope, b"authorization") or "").encode("latin-1")
-            if not hmac.compare_digest(given, self.expected):
-                refusal = errors.Response(
-                    b'{"error":"Unauthorized"}', 401, {"WWW-Authenticate": "Bearer"}, "application/json"
-                )
-                return await refusal(scope, receive, send)
+            scheme, _, token = (header(scope, b"authorization") or "").partition(" ")
+            given = token if scheme.lower() == "bearer" else header(scope, b"x-api-key") or ""
+            if not hmac.compare_digest(hashlib.sha256(given.encode("latin-1")).digest(), self.expected):
+                return await self.refusal(scope)(scope, receive, send)
         return await self.app(scope, receive, send)
+
+    def refusal(self, scope: Scope) -> errors.Response:
+        if path_of(scope).startswith(errors.ANTHROPIC_PATH):
+            return errors.reply(errors.body("the API key is missing or wrong", 401), scope)
+        return errors.Response(b'{"error":"Unauthorized"}', 401, {"WWW-Authenticate": "Bearer"}, "application/json")
 
 
 class BodyCheck:
@@ -94,11 +96,11 @@ class BodyCheck:
             return await self.app(scope, receive, send)
         length = header(scope, b"content-length")
         if length is not None and length.isdecimal() and int(length) > self.limit_bytes:
-            return await errors.reply(self.too_large(int(length)))(scope, receive, send)
+            return await errors.reply(self.too_large(int(length)), scope)(scope, receive, send)
         kind = (header(scope, b"content-type") or "application/json").partition(";")[0].strip().lower()
         if length != "0" and kind != "application/json":
             message = f"content type {errors.shorten(kind)} is not supported; send application/json"
-            return await errors.reply(errors.body(message, 415))(scope, receive, send)
+            return await errors.reply(errors.body(message, 415), scope)(scope, receive, send)
         taken = 0
 
         async def counted() -> Message:

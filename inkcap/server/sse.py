@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from inkcap.base.errors import InkcapError
 from inkcap.base.log import logger
-from inkcap.server.errors import describe
+from inkcap.server.errors import ErrorBody, describe
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -29,6 +29,11 @@ class ClientLeft(Exception):
 def event(value: object) -> bytes:
     """One event with a JSON payload."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+def named_event(name: str, value: object) -> bytes:
+    """One event with a name and a JSON payload."""
+    return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
@@ -56,17 +61,29 @@ async def until_gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends each item of `events`, whole events already, in one write; then `[DONE]`.
+    """Sends each item of `events`, whole events already, in one write; then `done`.
 
     A write waits while the socket is behind, and the source coalesces meanwhile, so a slow reader costs the socket's
     buffer and its own tokens. An error becomes an event, since the status has been sent.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
-        """`close` is called at the end, whatever happened; also when the client left before the first event."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], None],
+        *,
+        failure: Callable[[ErrorBody], bytes] = event,
+        done: bytes = DONE,
+    ) -> None:
+        """`close` is called at the end, whatever happened; also when the client left before the first event.
+
+        `failure` makes the event, or events, that tell of an error.
+        """
         super().__init__(None, 200)
         self.events = events
         self.close = close
+        self.failure = failure
+        self.done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -81,12 +98,12 @@ class EventStream(Response):
         try:
             async for data in self.events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            tail = DONE
+            tail = self.done
         except InkcapError as error:
-            tail = event(describe(error)) + DONE
+            tail = self.failure(describe(error)) + self.done
         except Exception as error:  # the border of the process: the client gets an event, the log the reason
             logger.exception("stream failed: %s", type(error).__name__)
-            tail = event(describe(error)) + DONE
+            tail = self.failure(describe(error)) + self.done
         finally:
             await self.events.aclose()
         await send({"type": "http.response.body", "body": tail, "more_body": False})
