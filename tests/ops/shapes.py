@@ -71,3 +71,49 @@ def settle_case(case, dtype, device):
 
 def same_dtype(got, want):
     return got.dtype == want.dtype and got.shape == want.shape
+
+
+HIDDEN = 6144  # of the rank that device tests and benchmarks of products are shaped like
+PRODUCTS = {  # name: (rows, length)
+    "qkvr local": (1664, HIDDEN),
+    "qkvr global": (1408, HIDDEN),
+    "dense w13": (6144, HIDDEN),
+}
+SETTLED = {"wo": (HIDDEN, 1024), "dense w2": (HIDDEN, 3072)}
+HEAD = (25128, HIDDEN)
+EXPERTS, TOP, SHARED, UNITS = 256, 6, 2, 384
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One layer's router and experts."""
+
+    router: torch.Tensor
+    bias: torch.Tensor
+    scale: torch.Tensor
+    w13: torch.Tensor
+    shared_w13: torch.Tensor
+    w2: torch.Tensor
+    shared_w2: torch.Tensor
+
+    def exact(self):
+        """The same in fp32."""
+        return ExpertWeights(*(getattr(self, f.name).float() for f in fields(self)))
+
+
+def normal(*shape, device, dtype=torch.bfloat16, scale=1.0):
+    return torch.empty(shape, dtype=dtype, device=device).normal_(0, scale)
+
+
+def expert_weights(device, experts=EXPERTS, dtype=torch.bfloat16):
+    """Scaled so that activations keep about unit size."""
+    near = HIDDEN**-0.5
+    return ExpertWeights(
+        normal(experts + SHARED, HIDDEN, device=device, dtype=dtype, scale=near),
+        normal(experts, device=device, dtype=torch.float32, scale=0.1),
+        torch.ones(1, device=device),
+        normal(experts, 2 * UNITS, HIDDEN, device=device, dtype=dtype, scale=near),
+        normal(SHARED, 2 * UNITS, HIDDEN, device=device, dtype=dtype, scale=near),
+        normal(experts, HIDDEN, UNITS, device=device, dtype=dtype, scale=UNITS**-0.5),
+        normal(HIDDEN, SHARED, UNITS, device=device, dtype=dtype, scale=UNITS**-0.5),
+    )

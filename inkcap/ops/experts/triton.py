@@ -21,6 +21,7 @@ from inkcap.ops.sconv.triton import convolve
 from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Routed
 
 COMBINED = 1024  # channels of a program that sums over experts
+UP, DOWN = (4, 8), (8, 8)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
 
 
 def up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor | None, caps: Caps | None) -> tuple[Tensor, Tensor]:
@@ -33,7 +34,7 @@ def up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor | None, caps
         on, normed = pdl.supported(w13.device), rows.normed is None
         x = rows.rows if rows.normed is None else rows.normed
         shared_out = torch.empty(1, shared, columns // 2, dtype=rows.dtype, device=w13.device)
-        bn, warps = 4, 8
+        bn, warps = UP
         up_row[(triton.cdiv(columns, bn), shared + top_k)](
             x, rows.weight, w13, w13 if shared_w13 is None else shared_w13, route.choice, route.gammas,
             out, shared_out, rows.eps, 1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
@@ -85,7 +86,7 @@ def down(
         where, strides, window = (act,) * 6, (0,) * 5, (1, 1)
     if tokens == 1 and number and (inside or not convolved):
         shared = 0 if shared_w2 is None else shared_w2.shape[1]
-        bn, warps = 8, 8
+        bn, warps = DOWN
         down_row[(triton.cdiv(channels, bn),)](
             act, act if shared_act is None else shared_act, w2, w2 if shared_w2 is None else shared_w2,
             route.choice, route.weights, act if base is None else base, out, *where, conv_scale, channels, *strides,
