@@ -21,6 +21,8 @@ from inkcap.base.checkpoint import find_checkpoint, read_config, read_json
 from inkcap.base.errors import CheckpointMismatch, ConfigInvalid, NotEnoughMemory
 from inkcap.base.formats import WeightFormat
 from inkcap.models.registry import find_entry, write_demo
+from inkcap.ops.dispatch import bind
+from inkcap.ops.quantize import lookup as _lookup  # noqa: F401  declares the fast decoding
 from inkcap.ops.quantize.ref import (
     E2M1_MAX,
     E4M3_MAX,
@@ -40,6 +42,7 @@ from inkcap.weights.writer import Planned, write_file
 
 FORMATS = ("nvfp4", "mxfp8", "mixed")
 PROGRESS = "quantize.json"
+PASS_ENTRIES = 1 << 17  # encoded at once, so that intermediate tensors stay in the cache
 UNCALIBRATED_AMAX = E2M1_MAX * E4M3_MAX  # of inputs nobody measured: a scale of one
 KEPT_FILES = ("*.json", "*.jinja", "tiktoken/*", "LICENSE*", "README.md")
 
@@ -207,18 +210,22 @@ def encode(checkpoint: Checkpoint, wanted: Plan, errors: dict[str, TensorError])
         checkpoint.read(wanted.name, index, dense)
         if not dense.isfinite().all():
             raise CheckpointMismatch(f"{wanted.name} has values that are not finite in expert {expert}")
+        peak = dense.abs().amax()
+        peaks[expert] = peak
+        factor = peak / denominator
+        step = max(1, PASS_ENTRIES // wanted.columns)
+        for start in range(0, wanted.rows, step):
+            part = slice(start, start + step)
+            rows = dense[0, part]
+            if wanted.stored is WeightFormat.MXFP8:
+                codes[expert, part], scales[expert, part] = mxfp8_encode(rows)
+            elif wanted.settings.four_over_six:
+                codes[expert, part], scales[expert, part], _ = nvfp4_encode_four_over_six(rows, peak, limit)
+            else:
+                codes[expert, part], scales[expert, part] = nvfp4_encode(rows, factor, floor=E4M3_TINY)
         if wanted.stored is WeightFormat.MXFP8:
-            codes[expert], scales[expert] = (part[0] for part in mxfp8_encode(dense))
             decoded = mxfp8_decode(codes[expert], scales[expert])
         else:
-            peak = dense.abs().amax()
-            peaks[expert] = peak
-            factor = peak / denominator
-            if wanted.settings.four_over_six:
-                packed, block_scales, _ = nvfp4_encode_four_over_six(dense, peak[None], limit)
-            else:
-                packed, block_scales = nvfp4_encode(dense, factor, floor=E4M3_TINY)
-            codes[expert], scales[expert] = packed[0], block_scales[0]
             decoded = nvfp4_decode(codes[expert], scales[expert], factor)
         difference = decoded - dense[0]
         squares += float(dense.square().sum(dtype=torch.float64))
@@ -337,6 +344,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Quantise one checkpoint and print the error of each tensor."""
     settings = Settings(format=arguments.format, four_over_six=arguments.four_over_six)
+    bind(torch.device("cpu"))
     errors = quantize(find_checkpoint(arguments.source), arguments.target, settings)
     width = max(len(error.name) for error in errors)
     print(f"{'tensor':{width}}  {'format':13}  relative   largest")
