@@ -6,7 +6,8 @@ from msgspec import Struct
 
 from inkcap.base.request import Finish, Logprobs, SamplingParams, TokenDelta
 from inkcap.chat.detok import Detokenizer
-from inkcap.chat.parse import Content, Event, Parser, Start, Thought
+from inkcap.base.turn import Start
+from inkcap.chat.parse import Content, Event, Parser, Thought
 from inkcap.chat.render import Rendered
 from inkcap.chat.stops import StopStrings
 from inkcap.chat.tokens import STOP_TOKENS, Tokenizer

@@ -7,10 +7,10 @@ every kind of message, so what is open follows from the last kind token alone.
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Collection, Sequence
-from enum import StrEnum
 
 from msgspec import Struct
 
+from inkcap.base.turn import Start
 from inkcap.chat.tokens import (
     CALL_JSON,
     END_MESSAGE,
@@ -27,15 +27,6 @@ from inkcap.chat.tools import Call, new_call_id, read_call
 
 _decoder = getincrementaldecoder("utf-8")
 _NAME_SO_FAR = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
-
-
-class Start(StrEnum):
-    """Where in the grammar a prompt leaves off."""
-
-    BETWEEN = "between"  # after a whole message
-    HEADER = "header"  # after the model's role token
-    TEXT = "text"  # inside an open text message
-    THINKING = "thinking"  # inside an open thinking message
 
 
 class Thought(Struct, frozen=True):

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from inkcap.chat.parse import Parser, Start
+from inkcap.base.turn import Start
+from inkcap.chat.parse import Parser
 from inkcap.chat.render import RenderOptions, render
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_TURN, MODEL, TEXT, THINKING
 from inkcap.chat.tools import Call

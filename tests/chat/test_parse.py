@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inkcap.chat.parse import Content, Event, Parser, Start, Thought
+from inkcap.base.turn import Start
+from inkcap.chat.parse import Content, Event, Parser, Thought
 from inkcap.chat.tokens import (
     CALL_JSON,
     CALL_TEXT,

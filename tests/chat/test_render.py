@@ -3,7 +3,7 @@
 import pytest
 
 from inkcap.base.errors import BadRequest, NotBuiltYet
-from inkcap.chat.parse import Start
+from inkcap.base.turn import Start
 from inkcap.chat.render import RenderOptions, render
 from inkcap.chat.tokens import ORDINARY
 

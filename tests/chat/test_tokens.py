@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inkcap.base import vocabulary
 from inkcap.base.errors import BadRequest, CheckpointMismatch, CheckpointUnreadable
 from inkcap.chat import tokens
 from inkcap.chat.tokens import CONTROL_IDS, CONTROL_NAMES, ORDINARY, PADDED, VOCAB, Tokenizer, read_rank_file
@@ -131,7 +132,7 @@ def test_a_small_vocabulary_is_enough_for_tests():
 
 @pytest.fixture(scope="module")
 def json_file(rank_file) -> dict:
-    letter = {byte: letter for letter, byte in tokens._bytes_by_letter().items()}
+    letter = {byte: letter for letter, byte in vocabulary._bytes_by_letter().items()}
     ranks = read_rank_file(rank_file)
     vocab = {"".join([letter[byte] for byte in piece]): token for piece, token in ranks.items()}
     added = [{"id": token, "content": f"<|{name}|>", "special": True} for token, name in CONTROL_NAMES.items()]

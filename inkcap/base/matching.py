@@ -1,0 +1,218 @@
+"""llguidance behind one door: grammars are compiled within limits, and matchers say which tokens may come next.
+
+No torch. Compiling and filling masks let other threads run; building a vocabulary (about 1 s) does not.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from inkcap.base.vocabulary import END_TURN, ORDINARY, SPLIT, VOCAB, read_ranks
+
+WORDS = -(-VOCAB // 32)  # 32-bit words of one row of masks
+ROW_BYTES = WORDS * 4
+KEPT_GRAMMARS = 512  # compiled, of a process
+COMPILERS = 2  # threads
+# A run of blanks between tokens of JSON that is free in its form. Bounded, or a weak model fills its budget with it.
+BLANKS = r"[\x20\x0A\x0D\x09]{1,24}"
+PROBE_STEPS = 6
+
+
+def limits() -> llguidance.LLParserLimits:
+    """What one grammar may cost: 10 ms of regular expressions when compiled, and the same in one step."""
+    return llguidance.LLParserLimits(
+        max_items_in_row=10_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=150_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+def lark_string(text: str) -> str:
+    """A literal of a Lark grammar. JSON's escapes are Lark's."""
+    return json.dumps(text)
+
+
+def json_rule(schema: object, compact: bool) -> str:
+    """A Lark expression for JSON of a schema. `compact`: without blanks, as the models write the arguments of calls."""
+    form = {"whitespace_flexible": False} if compact else {"whitespace_pattern": BLANKS}
+    if isinstance(schema, Mapping):
+        return "%json " + json.dumps({**schema, "x-guidance": form})
+    return "%json " + json.dumps({"allOf": [schema], "x-guidance": form})  # true and false
+
+
+def regex_grammar(pattern: str) -> str:
+    """A grammar of the texts that a regular expression matches whole."""
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
+
+
+def written_grammar(text: str) -> str:
+    """A grammar as users write it: Lark, or GBNF (rules written with `::=`). Raises ValueError."""
+    return gbnf_to_lark(text) if "::=" in text else text
+
+
+def tagged_grammar(triggers: Sequence[str], tags: Sequence[tuple[str, object, str]]) -> str:
+    """Free text in which, after one of `triggers`, one of `tags` follows: its begin, JSON of its schema, its end.
+
+    Raises ValueError.
+    """
+    made = []
+    for begin, schema, end in tags:
+        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+        if trigger is None:
+            raise ValueError(f"the tag {begin[:60]!r} begins with none of the triggers")
+        made.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=json_grammar(schema), end=end))
+    try:
+        return llguidance.StructTag.to_grammar(made)
+    except AssertionError as error:
+        raise ValueError(str(error) or "the tags do not fit together") from None
+
+
+def json_grammar(schema: object, compact: bool = False) -> str:
+    """A grammar of JSON of a schema."""
+    return f"start: json\njson: {json_rule(schema, compact)}\n"
+
+
+class Matcher:
+    """Where one text is in one grammar."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: llguidance.LLMatcher) -> None:
+        self.inner = inner
+
+    def consume(self, token: int) -> None:
+        """Go on by one token; a token that may not come next makes an error."""
+        self.inner.consume_token(token)
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the text may end here."""
+        return self.inner.is_accepting()
+
+    @property
+    def error(self) -> str:
+        """Why this matcher can say nothing any more; empty while it can."""
+        return readable(self.inner.get_error()) if self.inner.is_error() else ""
+
+
+class Compiler:
+    """Compiles grammars over one vocabulary in threads of its own, and keeps what it compiled."""
+
+    def __init__(self, ranks: Mapping[bytes, int]) -> None:
+        """`ranks`: bytes to id, of all ordinary tokens. Control tokens are no part of any text, so no grammar has them."""
+        self.ids = ranks
+        self._tokenizer = llguidance.LLTokenizer.from_tiktoken(  # pyright: ignore[reportAttributeAccessIssue]
+            encoder=dict(ranks), special_tokens={"<|end|>": END_TURN}, pattern=SPLIT, eos_token=END_TURN, n_vocab=VOCAB
+        )
+        self._limits = limits()
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(COMPILERS, "grammar")
+        self._filler = llguidance.LLExecutor()
+        self.names: dict[tuple[bytes, ...], tuple[int, ...]] = {}
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Compiler":
+        """The compiler of a checkpoint's vocabulary; one a process. Raises what `read_ranks` raises."""
+        return _loaded(str(directory))
+
+    def begin(self, grammar: str) -> Future[llguidance.LLMatcher]:
+        """Compile, or find what was compiled. An error of the grammar is the matcher's."""
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is None:
+                found = self._kept[grammar] = self._pool.submit(self._compile, grammar)
+                if len(self._kept) > KEPT_GRAMMARS:
+                    self._kept.popitem(last=False)
+            else:
+                self._kept.move_to_end(grammar)
+            return found
+
+    def matcher(self, grammar: str) -> Matcher:
+        """A matcher at the start of a text; waits for the grammar."""
+        return Matcher(self.begin(grammar).result().deep_copy())
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], address: int, rows: int) -> None:
+        """Write masks to memory of `rows` rows of WORDS words: bit t of the row is set if token t may come next."""
+        if len(matchers) == 1:
+            matcher, row = matchers[0]
+            matcher.inner.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
+        elif matchers:
+            pairs = [(matcher.inner, row) for matcher, row in matchers]
+            self._filler.unsafe_compute_mask_ptr(pairs, address, ROW_BYTES, rows)
+
+    def spelling(self, texts: tuple[bytes, ...]) -> tuple[int, ...]:
+        """Tokens with which one of `texts`, none of them empty, may begin."""
+        found = self.names.get(texts)
+        if found is None:
+            pieces = {text[:end] for text in texts for end in range(1, len(text) + 1)}
+            found = tuple(sorted(self.ids[piece] for piece in pieces if piece in self.ids))
+            if len(self.names) >= KEPT_GRAMMARS:
+                self.names.clear()
+            self.names[texts] = found
+        return found
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
+
+
+@lru_cache(maxsize=2)
+def _loaded(directory: str) -> Compiler:
+    return Compiler(read_ranks(directory))
+
+
+class _Bytes:
+    """A vocabulary of single bytes: enough to see whether a grammar can be compiled and begun."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes((byte,)) for byte in range(256)), b"<|end|>")
+    special_token_ids = ()  # a grammar that names a control token is refused
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+@lru_cache(maxsize=1)
+def _byte_tokenizer() -> llguidance.LLTokenizer:
+    wrapped = llguidance.TokenizerWrapper(_Bytes())
+    return llguidance.LLTokenizer(wrapped, n_vocab=257, eos_token=256, slices=[])
+
+
+def probe(grammar: str) -> str:
+    """What is wrong with a grammar, in one line; empty if it compiles within the limits and its first steps do, too.
+
+    May take long, or end the process (deep recursion): to be called in a process that can be lost.
+    """
+    matcher = llguidance.LLMatcher(_byte_tokenizer(), grammar, limits=limits(), log_level=0)
+    for _ in range(PROBE_STEPS):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = matcher.compute_bitmask()
+        allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+        if not allowed:
+            break
+        matcher.consume_token(allowed[0])
+    return readable(matcher.get_error()) if matcher.is_error() else ""
+
+
+def readable(error: str) -> str:
+    """What an error says, in one line that is not too long."""
+    lines = error.strip().splitlines() or [""]
+    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    first = lines[0] if len(lines[0]) <= 200 else lines[0][:200] + "…"
+    return f"{first} {reason}".strip()[:300]
+
+
+assert ORDINARY % 32, "masks of text end inside a word, which `sampling.guide` cuts"
