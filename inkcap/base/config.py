@@ -22,6 +22,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "not negative": (lambda v: v >= 0, "0 or more"),
     "port": (lambda v: 0 <= v <= 65535, "0 to 65535 (0: any free port)"),
     "effort": (lambda v: 0 <= v <= 1, "0 to 1"),
+    "fraction": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "grains": (lambda v: v >= 64 and v % 64 == 0, "a multiple of 64, 64 or more"),
     "dtype": (lambda v: v in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
     "device": (lambda v: v in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
@@ -45,6 +46,7 @@ class ModelConfig:
     )
     seed: int = option(0, "seeds of requests without one are drawn from this", check="not negative")
     threads: int | None = option(None, "CPU threads of the model; default all cores", check="positive")
+    graphs: bool = option(True, "on a GPU, capture decode steps once and replay them", flag="--cuda-graphs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,16 @@ class CacheConfig:
         flag="--cache-memory",
         check="positive",
         unit="bytes",
+    )
+    gpu_memory_bytes: int | None = option(
+        None,
+        "memory of a GPU for weights, steps and cache together; default by --gpu-memory-utilization",
+        flag="--gpu-memory",
+        check="positive",
+        unit="bytes",
+    )
+    gpu_utilization: float = option(
+        0.9, "part of a GPU's memory for all of this", flag="--gpu-memory-utilization", check="fraction"
     )
     prefix: bool = option(True, "reuse state between requests", flag="--prefix-caching")
     keep_every: int = option(
@@ -100,6 +112,7 @@ class ServerConfig:
     max_logprobs: int = option(20, "alternatives per token a request may ask for", check="not negative")
     body_bytes: int = option(64 << 20, "largest request body", flag="--max-body", check="positive", unit="bytes")
     drain_seconds: float = option(30.0, "time that running requests get on SIGTERM", check="not negative")
+    stored_responses: int = option(1000, "responses of /v1/responses kept for later requests", check="not negative")
     log_level: str = option("info", "debug, info, warning or error", check="level")
 
 

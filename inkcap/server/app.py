@@ -13,7 +13,7 @@ from starlette.responses import Response
 from inkcap.base.config import EngineConfig
 from inkcap.chat.tokens import Tokenizer
 from inkcap.engine.api import Engine
-from inkcap.server import admin, chat, completions, errors, messages, throughput
+from inkcap.server import admin, chat, completions, errors, messages, page, responses, throughput
 from inkcap.server.middleware import BodyCheck, Envelope, KeyCheck
 from inkcap.server.service import VERSION, Service
 from inkcap.server.sse import ClientLeft
@@ -40,6 +40,7 @@ def create_app(
         reporter = asyncio.ensure_future(throughput.report(service))
         yield
         reporter.cancel()
+        service.responses.end()
         await asyncio.gather(reporter, return_exceptions=True)
 
     stack = [Middleware(Envelope, metrics=service.metrics)]
@@ -66,6 +67,6 @@ def create_app(
     app.state.service = service
     errors.install(app)
     app.add_exception_handler(ClientLeft, on_client_left)
-    for part in (chat, completions, messages, admin):
+    for part in (chat, completions, responses, messages, admin, page):
         app.include_router(part.router)
     return app

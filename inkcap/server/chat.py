@@ -69,6 +69,7 @@ class Answering:
         self.service = service
         self.body = body
         self.run = run
+        self.params = params
         self.identity = identity
         self.model = model
         self.created = int(time.time())

@@ -141,6 +141,10 @@ class Run:
     def cut(self, why: str) -> None:
         """The server ends this request: its client gets `why` as a 503, or as an error event."""
         self.cut_off = why
+        self.abort()
+
+    def abort(self) -> None:
+        """End it early: the sequences that still run end with Finish.ABORT."""
         for track in self.tracks:
             if not track.ended:
                 self.engine.abort(track.request.request_id)

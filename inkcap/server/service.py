@@ -20,9 +20,11 @@ from inkcap.engine.requests import expand, resolve_max_tokens
 from inkcap.server.errors import shorten
 from inkcap.server.generation import Run
 from inkcap.server.metrics import Metrics
+from inkcap.server.responses_store import ResponseStore
 
 VERSION = importlib.metadata.version("inkcap")
 LOADING_RETRY_SECONDS = 5
+STORED_BYTES = 256 << 20  # of responses that are kept
 INLINE_CHARACTERS = 50_000  # longer text is tokenized in a thread (1 MB: 50 ms), so that others go on streaming
 Result = TypeVar("Result")
 
@@ -41,6 +43,7 @@ class Service:
         self.names = config.model.served_names or (config.model.path.rstrip("/").rpartition("/")[2],)
         self.metrics = Metrics(self.names[0])
         self.runs: set[Run] = set()  # requests that generate now
+        self.responses = ResponseStore(config.server.stored_responses, STORED_BYTES)
         self.draining = False
         self.created = int(time.time())
         self.reported: set[str] = set()  # unknown fields that were logged

@@ -1,0 +1,410 @@
+"""`/v1/responses`: an answer as a list of items, whole, as typed events, or in the background; kept for later."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inkcap.base.errors import BadRequest, InkcapError, NotBuiltYet
+from inkcap.base.log import logger
+from inkcap.chat.output import ChatDelta
+from inkcap.chat.parse import Content, Thought
+from inkcap.chat.tools import Call
+from inkcap.server.body import JsonRoute, body_size
+from inkcap.server.chat import Answering, begin
+from inkcap.server.conversation import Message, Transcript
+from inkcap.server.errors import ErrorBody, describe
+from inkcap.server.responses_body import ResponsesBody, input_messages
+from inkcap.server.service import service_of
+from inkcap.server.sse import EventStream, encode, named_event, unless_gone
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/responses")
+async def create(request: Request, body: ResponsesBody) -> Response:
+    """An answer to a conversation, in the shape of the Responses API."""
+    service = service_of(request)
+    service.note_unknown(body.unknown() + [f"text.{key}" for key in body.text or () if key != "format"])
+    body.refuse_unbuilt()
+    earlier: list[Message] = []
+    if body.previous_response_id is not None:
+        previous = service.responses.get(body.previous_response_id, "previous_response_id")
+        if previous.running:
+            raise BadRequest("previous_response_id names a response that still runs", "previous_response_id")
+        earlier = previous.conversation()
+    size = body_size(request)
+    name = request.state.request_id
+    if f"resp_{name}" in service.responses.entries:  # a caller's id, used again
+        name = uuid.uuid4().hex
+    answering = await begin(service, body.chat(earlier), name, size, "resp_")
+    responding = Responding(body, answering, earlier, size)
+    if body.kept:
+        service.responses.keep(responding)
+    if body.background:
+        task = asyncio.ensure_future(responding.in_background())
+        service.responses.background.add(task)
+        task.add_done_callback(service.responses.background.discard)
+        return json_reply(responding.reply())
+    if body.stream:
+        return EventStream(responding.events(), responding.close, failure=responding.failure, done=b"")
+    try:
+        return await unless_gone(request.receive, responding.whole())
+    finally:
+        responding.close()
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve(request: Request, response_id: str, stream: bool = False) -> Response:
+    """A response that is kept, as far as it is."""
+    if stream:
+        raise NotBuiltYet("a kept response cannot be streamed yet; ask without stream", "stream")
+    return json_reply(service_of(request).responses.get(response_id).reply())
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete(request: Request, response_id: str) -> Response:
+    """Forget a response; one that runs ends."""
+    service_of(request).responses.forget(response_id)
+    return json_reply({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel(request: Request, response_id: str) -> Response:
+    """End a response that runs. One that was cancelled stays so; one that has ended is a 400."""
+    response = service_of(request).responses.get(response_id)
+    assert isinstance(response, Responding), "nothing else is kept"
+    if not response.running and response.status != "cancelled":
+        raise BadRequest(f"the response is {response.status} already; only one that runs can be cancelled")
+    response.cancel()
+    return json_reply(response.reply())
+
+
+def json_reply(value: object) -> Response:
+    return Response(encode(value), media_type="application/json")
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[None] = []
+    logprobs: list[None] = []
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class Said(Struct, tag_field="type", tag="message"):
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class Reasoned(Struct, tag_field="type", tag="reasoning"):
+    id: str
+    status: str
+    content: list[ReasoningText]
+    summary: list[None] = []
+    encrypted_content: None = None
+
+
+class Called(Struct, tag_field="type", tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+Item = Said | Reasoned | Called
+
+
+class InputDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(Struct):
+    reasoning_tokens: int
+
+
+class Usage(Struct):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Fault(Struct):
+    code: str
+    message: str
+
+
+class Incomplete(Struct):
+    reason: str
+
+
+class Reply(Struct):
+    """A response, as far as it is."""
+
+    id: str
+    created_at: int
+    completed_at: int | None
+    status: str
+    model: str
+    output: list[Item]
+    error: Fault | None
+    incomplete_details: Incomplete | None
+    usage: Usage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    temperature: float
+    top_p: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    metadata: dict[str, str]
+    store: bool
+    background: bool
+    user: str | None
+    object: str = "response"
+    truncation: str = "disabled"
+    service_tier: str = "default"
+
+
+class Responding:
+    """One response on its way from tokens to items, and afterwards as it is kept."""
+
+    def __init__(self, body: ResponsesBody, answering: Answering, earlier: list[Message], size_bytes: int) -> None:
+        """`earlier`: messages of the responses that it follows. `size_bytes`: of the request's body."""
+        self.body = body
+        self.answering = answering
+        self.earlier = earlier
+        self.size_bytes = size_bytes
+        self.identity = answering.identity
+        self.status = "in_progress"
+        self.output: list[Item] = []
+        self.open = False  # the last item may still grow
+        self.fault: Fault | None = None
+        self.usage: Usage | None = None
+        self.completed_at: int | None = None
+        self.sequence = 0  # of events
+
+    @property
+    def running(self) -> bool:
+        return self.status == "in_progress"
+
+    def reply(self) -> Reply:
+        body, params = self.body, self.answering.params
+        reasoning = {"effort": None, "summary": None} | (body.reasoning or {})
+        return Reply(
+            id=self.identity,
+            created_at=self.answering.created,
+            completed_at=self.completed_at,
+            status=self.status,
+            model=self.answering.model,
+            output=self.output,
+            error=self.fault,
+            incomplete_details=Incomplete("max_output_tokens") if self.status == "incomplete" else None,
+            usage=self.usage,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=reasoning,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            text={"format": {"type": "text"}} | (body.text or {}),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            metadata=body.metadata or {},
+            store=body.kept,
+            background=bool(body.background),
+            user=body.user,
+        )
+
+    def conversation(self) -> list[Message]:
+        """All messages up to this response, its own included, without its instructions."""
+        transcript = Transcript()
+        for item in self.output:
+            if isinstance(item, Called):
+                transcript.call(item.call_id, item.name, item.arguments)
+            else:
+                text = "".join(part.text for part in item.content)
+                transcript.say(text) if isinstance(item, Said) else transcript.think(text)
+        return [*self.earlier, *input_messages(self.body.input), *transcript.close()]
+
+    def cancel(self) -> None:
+        if self.running:
+            self.end("cancelled")
+            self.answering.run.abort()
+
+    def close(self) -> None:
+        """Abort what still runs: its client left, or the server ends."""
+        if self.running:
+            self.end("cancelled")
+        self.answering.close()
+
+    async def in_background(self) -> None:
+        try:
+            await self.whole()
+        except InkcapError as error:
+            self.fail(describe(error))
+        except Exception as error:  # the border of the process: whoever asks for it sees that it failed
+            logger.exception("a background response failed: %s", type(error).__name__)
+            self.fail(describe(error))
+        finally:
+            self.close()
+
+    async def whole(self) -> Response:
+        """The reply, once everything is there."""
+        try:
+            async for arrived in self.answering.deltas():
+                for _, delta in arrived:
+                    self.feed(delta)
+        except InkcapError as error:
+            self.fail(describe(error))
+            raise
+        return json_reply(self.reply())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Events, as many as there are, whenever there are any."""
+        yield self.event("response.created", response=self.reply()) + self.event(
+            "response.in_progress", response=self.reply()
+        )
+        async for arrived in self.answering.deltas():
+            if out := b"".join([event for _, delta in arrived for event in self.feed(delta)]):
+                yield out
+        kind = "completed" if self.status == "completed" else "incomplete"
+        yield self.event(f"response.{kind}", response=self.reply())
+
+    def failure(self, error: ErrorBody) -> bytes:
+        """The last event of a stream that failed."""
+        self.fail(error)
+        return self.event("response.failed", response=self.reply())
+
+    def fail(self, error: ErrorBody) -> None:
+        if self.running:
+            self.fault = Fault("server_error", error.error.message)
+            self.end("failed")
+
+    def event(self, kind: str, **fields: object) -> bytes:
+        """One event; they are numbered from 0."""
+        number, self.sequence = self.sequence, self.sequence + 1
+        return named_event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def feed(self, delta: ChatDelta) -> list[bytes]:
+        """Take one delta; gives its events. What comes after a cancellation is dropped."""
+        out: list[bytes] = []
+        for event in delta.events if self.running else ():
+            if isinstance(event, Content):
+                out += self.grow(Said, event.text)
+            elif isinstance(event, Thought):
+                out += self.grow(Reasoned, event.text)
+            else:
+                out += self.call(event)
+        if delta.finish_reason is not None and self.running:
+            status = "incomplete" if delta.finish_reason == "length" else "completed"
+            out += self.finish_item(status)
+            self.end(status)
+        return out
+
+    def grow(self, kind: type[Said] | type[Reasoned], text: str) -> list[bytes]:
+        """Add text to the last item, or begin another one."""
+        out: list[bytes] = []
+        if not (self.open and isinstance(self.output[-1], kind)):
+            out += self.finish_item("completed")
+            if kind is Said:
+                item, part = Said(self.item_id("msg"), "in_progress", []), OutputText("")
+                begun: Item = Said(item.id, item.status, [])
+                item.content.append(part)
+            else:
+                item, part = Reasoned(self.item_id("rs"), "in_progress", []), ReasoningText("")
+                begun = Reasoned(item.id, item.status, [])
+                item.content.append(part)
+            self.output.append(item)
+            self.open = True
+            out.append(self.event("response.output_item.added", output_index=self.index, item=begun))
+            out.append(self.event("response.content_part.added", part=part, **self.place(item)))
+        item = self.output[-1]
+        assert not isinstance(item, Called), "a call does not grow"
+        item.content[0].text += text
+        self.size_bytes += len(text)
+        place = self.place(item)
+        if kind is Said:
+            out.append(self.event("response.output_text.delta", delta=text, logprobs=[], **place))
+        else:
+            out.append(self.event("response.reasoning_text.delta", delta=text, **place))
+        return out
+
+    def call(self, call: Call) -> list[bytes]:
+        """A call, whole."""
+        out = self.finish_item("completed")
+        item = Called(self.item_id("fc"), "in_progress", call.id, call.name, call.arguments)
+        self.output.append(item)
+        self.open = True
+        self.size_bytes += len(call.arguments)
+        begun = msgspec.structs.replace(item, arguments="")
+        place = {"item_id": item.id, "output_index": self.index}
+        out.append(self.event("response.output_item.added", output_index=self.index, item=begun))
+        out.append(self.event("response.function_call_arguments.delta", delta=call.arguments, **place))
+        return out + self.finish_item("completed")
+
+    def finish_item(self, status: str) -> list[bytes]:
+        """The end of the item that is open, if one is."""
+        if not self.open:
+            return []
+        self.open = False
+        item = self.output[-1]
+        item.status = status
+        out: list[bytes] = []
+        if isinstance(item, Called):
+            kind = "response.function_call_arguments.done"
+            place = {"item_id": item.id, "output_index": self.index}
+            out.append(self.event(kind, arguments=item.arguments, name=item.name, **place))
+        else:
+            part, place = item.content[0], self.place(item)
+            if isinstance(item, Said):
+                out.append(self.event("response.output_text.done", text=part.text, logprobs=[], **place))
+            else:
+                out.append(self.event("response.reasoning_text.done", text=part.text, **place))
+            out.append(self.event("response.content_part.done", part=part, **place))
+        out.append(self.event("response.output_item.done", output_index=self.index, item=item))
+        return out
+
+    @property
+    def index(self) -> int:
+        """Of the last item."""
+        return len(self.output) - 1
+
+    def place(self, item: Item) -> dict[str, object]:
+        return {"item_id": item.id, "output_index": self.index, "content_index": 0}
+
+    def item_id(self, kind: str) -> str:
+        return f"{kind}_{self.identity.removeprefix('resp_')}_{len(self.output)}"
+
+    def end(self, status: str) -> None:
+        """Set the last status, and count."""
+        if self.open:
+            self.output[-1].status = "incomplete"
+            self.open = False
+        self.status = status
+        self.completed_at = int(time.time()) if status == "completed" else None
+        used = self.answering.usage()
+        cached = used.prompt_tokens_details.cached_tokens if used.prompt_tokens_details else 0
+        thought = used.completion_tokens_details.reasoning_tokens if used.completion_tokens_details else 0
+        self.usage = Usage(
+            used.prompt_tokens, InputDetails(cached), used.completion_tokens, OutputDetails(thought), used.total_tokens
+        )

@@ -1,0 +1,86 @@
+"""Responses that are kept in this process for later requests, oldest forgotten first. They do not survive it."""
+
+import asyncio
+from collections import OrderedDict
+from typing import Protocol
+
+from msgspec import Struct
+
+from inkcap.base.errors import BadRequest
+from inkcap.server.conversation import Message
+from inkcap.server.errors import shorten
+
+
+class NoSuchResponse(BadRequest):
+    """No response of this id is kept."""
+
+    status = 404
+
+
+class Kept(Protocol):
+    """A response, finished or not."""
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes, about."""
+        ...
+
+    def reply(self) -> Struct:
+        """What a client sees of it now."""
+        ...
+
+    def conversation(self) -> list[Message]:
+        """The messages that a following request continues."""
+        ...
+
+    def cancel(self) -> None:
+        """End it, if it runs."""
+        ...
+
+
+class ResponseStore:
+    """`limit` responses at most, and `limit_bytes` at most, but always the newest one."""
+
+    def __init__(self, limit: int, limit_bytes: int) -> None:
+        self.limit = limit
+        self.limit_bytes = limit_bytes
+        self.entries: OrderedDict[str, Kept] = OrderedDict()
+        self.background: set[asyncio.Task[None]] = set()
+
+    def keep(self, response: Kept) -> None:
+        if self.limit == 0:
+            return
+        self.entries[response.identity] = response
+        size = sum(entry.size_bytes for entry in self.entries.values())
+        for name in list(self.entries)[:-1]:
+            if len(self.entries) <= self.limit and size <= self.limit_bytes:
+                break
+            if not self.entries[name].running:
+                size -= self.entries.pop(name).size_bytes
+
+    def get(self, identity: str, param: str = "response_id") -> Kept:
+        """A kept response. Raises NoSuchResponse."""
+        try:
+            return self.entries[identity]
+        except KeyError:
+            raise NoSuchResponse(
+                f"no response {shorten(identity)} is kept here; this server keeps the newest {self.limit:,} "
+                "(server.stored_responses) until it ends",
+                param,
+            ) from None
+
+    def forget(self, identity: str) -> None:
+        """End a response if it runs, and drop it. Raises NoSuchResponse."""
+        self.get(identity).cancel()
+        del self.entries[identity]
+
+    def end(self) -> None:
+        """End what runs in the background."""
+        for task in self.background:
+            task.cancel()
