@@ -19,6 +19,7 @@ from inkcap.ops.norm import ref as norm_ref
 from inkcap.ops.quantize import lookup as quantize_lookup
 from inkcap.ops.quantize import ref as quantize_ref
 from inkcap.ops.router import ref as router_ref
+from inkcap.ops.rows import ref as rows_ref
 from inkcap.ops.sample import cpu as sample_cpu
 from inkcap.ops.sample import ref as sample_ref
 from inkcap.ops.sconv import cpu as sconv_cpu
@@ -42,6 +43,7 @@ __all__ = [
     "quantize_lookup",
     "quantize_ref",
     "router_ref",
+    "rows_ref",
     "sample_cpu",
     "sample_ref",
     "sconv_cpu",

@@ -1,10 +1,23 @@
 """Implementations in Triton, one import per line. Imported where Triton is installed; see the package's first file."""
 
 from inkcap.ops.act import triton as act_triton
+from inkcap.ops.attention import triton as attention_triton
+from inkcap.ops.attn_prep import triton as attn_prep_triton
 from inkcap.ops.experts import triton as experts_triton
 from inkcap.ops.linear import triton as linear_triton
 from inkcap.ops.norm import triton as norm_triton
 from inkcap.ops.router import triton as router_triton
+from inkcap.ops.rows import triton as rows_triton
 from inkcap.ops.sconv import triton as sconv_triton
 
-__all__ = ["act_triton", "experts_triton", "linear_triton", "norm_triton", "router_triton", "sconv_triton"]
+__all__ = [
+    "act_triton",
+    "attention_triton",
+    "attn_prep_triton",
+    "experts_triton",
+    "linear_triton",
+    "norm_triton",
+    "router_triton",
+    "rows_triton",
+    "sconv_triton",
+]

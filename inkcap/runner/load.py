@@ -7,11 +7,14 @@ import torch
 from inkcap.base.checkpoint import find_checkpoint, read_eos_ids
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import ConfigInvalid
+from inkcap.base.log import logger
 from inkcap.base.sampling import token_rules
 from inkcap.models.registry import load_model
 from inkcap.parallel.comm import Comm
 from inkcap.runner.worker import Worker
 
+OLDEST = (8, 0)  # compute capability
+MEASURED = 9  # major number of the generation that kernels were tuned on
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -24,7 +27,19 @@ def device_for(config: EngineConfig, rank: int) -> torch.device:
         raise ConfigInvalid(
             f"rank {rank} needs a GPU of its own, and this host has {gpus}; lower parallel.tp or set model.device = cpu"
         )
+    check_generation(*torch.cuda.get_device_capability(rank), torch.cuda.get_device_name(rank))
     return torch.device("cuda", rank)
+
+
+def check_generation(major: int, minor: int, name: str) -> None:
+    """Refuse GPUs that no kernel here was written for, by compute capability. Raises ConfigInvalid."""
+    if (major, minor) < OLDEST:
+        raise ConfigInvalid(
+            f"{name} has compute capability {major}.{minor}; inkcap needs {OLDEST[0]}.{OLDEST[1]} (Ampere) or newer. "
+            f"Set model.device = cpu to run without it."
+        )
+    if major != MEASURED:
+        logger.info("%s is not a Hopper GPU: kernels run, but were not tuned for it", name)
 
 
 def dtype_for(config: EngineConfig, device: torch.device) -> torch.dtype:

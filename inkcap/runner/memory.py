@@ -1,17 +1,24 @@
 """How many bytes of state a rank may keep, and what that becomes."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import NotEnoughMemory
+from inkcap.cache.arena import Arena
 from inkcap.cache.plan import Load, MemoryPlan, groups_of, plan_memory
+from inkcap.layers.batch import Batch
 from inkcap.models.base import Model
+from inkcap.ops.values import GroupView, Packing
 from inkcap.parallel.comm import Comm
 
 CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded; the rest is for steps and other programs
-GPU_SHARE = 0.8  # likewise; what is left holds the activations of the largest step
+# Bytes of a GPU beside weights, the largest step and the cache: captured decode steps (48 MiB of PyTorch's and the
+# driver's for 80 graphs were expected to stay within it), row table, compiled kernels.
+GPU_RESERVE = 1 << 30
+SLACK = 1.1  # on the measured peak of a step: allocations of other sizes leave gaps
 
 
 def plan_for(config: EngineConfig, model: Model, budget_bytes: int) -> MemoryPlan:
@@ -35,15 +42,74 @@ def plan_for(config: EngineConfig, model: Model, budget_bytes: int) -> MemoryPla
     return plan
 
 
-def budget(config: EngineConfig, comm: Comm, device: torch.device) -> int:
-    """Bytes of state this rank may keep; the same on every rank of `comm`, all of which call this together."""
-    if config.cache.memory_bytes is not None:
-        own = config.cache.memory_bytes
+def budget(config: EngineConfig, comm: Comm, device: torch.device, step_bytes: int = 0) -> int:
+    """Bytes of state this rank may keep; the same on every rank of `comm`, all of which call this together.
+
+    On a GPU what the largest step takes, `step_bytes`, is left free beside it. Raises NotEnoughMemory when weights and
+    that step leave nothing.
+    """
+    cache = config.cache
+    if cache.memory_bytes is not None:
+        own = cache.memory_bytes
     elif device.type == "cuda":
-        own = int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(total * cache.gpu_utilization) if cache.gpu_memory_bytes is None else cache.gpu_memory_bytes
+        own = gpu_rest(allowed, total, free, step_bytes)
     else:
         own = int(available_memory() * CPU_SHARE) // comm.size  # the ranks share this host
     return int(comm.all_gather(torch.tensor([own], device=device)).min())
+
+
+def gpu_rest(allowed: int, total: int, free: int, step_bytes: int) -> int:
+    """Bytes that `allowed` of a GPU leave for the cache, when `total - free` are taken. Raises NotEnoughMemory."""
+    rest = min(allowed - (total - free), free) - step_bytes - GPU_RESERVE
+    if rest <= 0:
+        raise NotEnoughMemory(
+            f"of {allowed / 2**30:.1f} GiB that may be used of this GPU, {(total - free) / 2**30:.1f} GiB are taken by "
+            f"weights and other programs, {step_bytes / 2**30:.1f} GiB by the largest step and "
+            f"{GPU_RESERVE / 2**30:.1f} GiB by graphs, which leaves nothing for the cache. Raise cache.gpu_utilization "
+            f"or cache.gpu_memory_bytes, lower sched.step_tokens, or use more ranks (parallel.tp)."
+        )
+    return rest
+
+
+@torch.inference_mode()
+def measure_step(config: EngineConfig, model: Model, device: torch.device) -> int:
+    """Run a step as large as any on a GPU, with a cache of its own, and return the bytes it took.
+
+    It stores nothing: its tokens have no blocks. What it compiles is compiled before the first request.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    most, width = config.sched.step_tokens, config.sched.chunk
+    edges = [*range(0, most, width), most]
+    spans = tuple((a, b, row, 0) for row, (a, b) in enumerate(pairwise(edges)))
+    starts = torch.tensor(edges, dtype=torch.int32, device=device)
+    rows = torch.arange(len(spans), dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(b - a, device=device) for a, b, _, _ in spans])  # [T]
+    row_of = rows.repeat_interleave(starts.diff().long(), output_size=most)  # [T]
+    packing = Packing(starts, rows, torch.zeros_like(rows), row_of, positions, spans)
+    groups = groups_of(model.states)
+    views = {
+        group.name: GroupView(
+            group.block,
+            torch.zeros(len(spans), -(-width // group.block), dtype=torch.int32, device=device),
+            torch.full_like(positions, -1),
+        )
+        for group in groups
+    }
+    arena = Arena(model.states, {group.name: 2 for group in groups}, device)
+    own = torch.cuda.memory_allocated(device) - before
+    sampled = torch.arange(min(most, config.sched.rows), device=device)
+    hidden = model.forward(Batch(torch.zeros_like(positions), packing, sampled, views, arena.planes))
+    logits = model.head(hidden[sampled])
+    logits.clone().log_softmax(1)  # log-probabilities, for which all rows may ask
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before - own
+    del hidden, logits, arena, views
+    torch.cuda.empty_cache()
+    return int(peak * SLACK)
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

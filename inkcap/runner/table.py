@@ -47,6 +47,7 @@ class RowTable:
         self.lengths = torch.zeros(every, dtype=torch.int64, device=device)
         self.lengths[rows:] = 1
         self.host_lengths = [0] * rows
+        self.serial = 0  # grows when rows open
         self.columns = {name: torch.zeros(every, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
         self.tables = {  # [rows, width]
             group: torch.zeros(every, -(-capacity // block), dtype=torch.int32, device=device)
@@ -78,6 +79,7 @@ class RowTable:
         """Take rows, all of which must be closed."""
         if not setups:
             return
+        self.serial += 1
         for setup in setups:
             assert self.setups[setup.row] is None, f"row {setup.row} is taken"
             assert setup.tokens, f"row {setup.row} has no tokens"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import EngineFault
+from inkcap.base.log import logger
 from inkcap.base.request import EngineInfo, Logprobs
 from inkcap.base.sampling import TokenRules, token_rules
 from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
@@ -18,7 +19,8 @@ from inkcap.models.base import Model
 from inkcap.ops.dispatch import bind
 from inkcap.parallel.comm import Comm
 from inkcap.runner.build import Step, build
-from inkcap.runner.memory import budget, plan_for
+from inkcap.runner.graphs import Graphs, Recorder
+from inkcap.runner.memory import budget, measure_step, plan_for
 from inkcap.runner.table import RowTable
 from inkcap.runner.transfer import Download
 from inkcap.sampling.logprobs import logprobs
@@ -90,13 +92,21 @@ class Worker:
         self.config, self.model = config, model
         self.dtype = str(dtype).removeprefix("torch.")
         self.rules = token_rules(model.vocab_size) if rules is None else rules
-        self.memory = plan_for(config, model, budget(config, comm, self.device))  # groups, blocks and limits
+        gpu = self.device.type == "cuda"
+        if gpu:
+            torch.cuda.set_device(self.device)
+        step_bytes = measure_step(config, model, self.device) if gpu else 0
+        # groups, blocks and limits
+        self.memory = plan_for(config, model, budget(config, comm, self.device, step_bytes))
         self.groups = [share.group for share in self.memory.shares]
         self.max_length = self.memory.longest  # tokens
         self.arena = Arena(model.states, self.memory.blocks, self.device)
         sizes = {group.name: group.block for group in self.groups}
-        self.table = RowTable(config.sched.rows, sizes, model.vocab_size, self.rules, self.device)
+        # what graphs have captured must not move, so on a GPU rows have their full length at once
+        room = {"capacity": self.max_length + 1, "spare": 1} if gpu else {}
+        self.table = RowTable(config.sched.rows, sizes, model.vocab_size, self.rules, self.device, **room)
         self.sampler = Sampler(self.rules.banned, self.device)
+        self.graphs = self._capture() if gpu and config.model.graphs else None
 
     @property
     def info(self) -> EngineInfo:
@@ -134,12 +144,25 @@ class Worker:
         self.arena.copy(plan.moves)
         if not plan.work:
             return Launched(plan, began, [], None, Download([]), {})
+        if self.graphs is not None and self.graphs.fit(plan):
+            sampled = self.graphs.run(plan)
+            every = [*range(len(plan.work))]
+            return Launched(plan, began, every, sampled, Download(sampled.numbers), {})
         step = build(plan, table, self.arena.planes)
         hidden = self.model.forward(step.batch)  # [T, D]
         prompts = self._prompt_logprobs(plan, step, hidden)
         sampled = self._sample(plan, step, hidden) if step.sampling else None
         back = Download(sampled.numbers if sampled is not None else [])
         return Launched(plan, began, step.sampling, sampled, back, prompts)
+
+    def _capture(self) -> Graphs | None:
+        """Decode steps as graphs; None, which is logged, where this model has ops without a kernel."""
+        graphs = Graphs(self.model, self.table, self.arena.planes, self.sampler, self.max_length)
+        if missing := graphs.host_bound():
+            logger.warning("decode steps are not captured: no kernel here for %s", ", ".join(missing))
+            return None
+        graphs.capture(Recorder(self.device))
+        return graphs
 
     def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> Sampled:
         """Draw for the entries of the work that sample, and add what was drawn to their rows."""

@@ -1,6 +1,6 @@
 """Logits to tokens and log-probabilities of one step: what each row asks for, then one draw for all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,20 @@ class Sampler:
     def __init__(self, banned: Sequence[int], device: torch.device) -> None:
         self.banned = torch.tensor([*banned], dtype=torch.int64, device=device)
 
+    def plain(self, logits: Tensor, columns: Mapping[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`draw` for rows without extras and log-probabilities: tokens and whether a row's logits are numbers, [S].
+
+        columns: those of the row table for S rows; positions [S] int64 of the tokens to draw.
+        """
+        self._ban(logits)
+        sound = logits.amax(1).isfinite()
+        heat, seeds = columns["temperature"], columns["seed"]
+        return sample(logits, heat, columns["top_k"], columns["top_p"], columns["min_p"], seeds, positions), sound
+
+    def _ban(self, logits: Tensor) -> None:
+        if len(self.banned):
+            logits.index_fill_(1, self.banned, -torch.inf)
+
     def draw(self, logits: Tensor, draws: Draws) -> Sampled:
         """Draw from logits [S, V] float32, which are changed in place.
 
@@ -59,8 +73,7 @@ class Sampler:
             raw = logits.clone() if len(wanted) == len(logits) else torch.stack([logits[place] for place in wanted])
         for place, extras in draws.extras.items():
             _shift(logits[place], extras)
-        if len(self.banned):
-            logits.index_fill_(1, self.banned, -torch.inf)
+        self._ban(logits)
         for place, extras in draws.extras.items():
             _mask(logits[place], extras, draws.known[place])
         sound = logits.amax(1).isfinite()  # NaN wins every maximum

@@ -1,0 +1,221 @@
+"""Decode steps as CUDA graphs: two a step, captured once, replayed with nothing but row numbers that change.
+
+A step made only of continues runs, for R rows and T tokens, T the next size of `SIZES`:
+
+    forward   newest tokens, positions and slots of `rows` -> model -> logits, both in one graph
+    sampling  banned ids, draw, append to the rows' tokens, in another; masks may be filled in between
+
+Graphs are keyed by T and, for the forward, by a bound on the rows' lengths: kernels choose their launch by it. Entries
+beyond R name the table's spare row, which has one token and no blocks, so they store nothing and nobody reads them.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inkcap.base.log import logger
+from inkcap.base.step import Chunk, StepPlan
+from inkcap.layers.batch import Batch
+from inkcap.models.base import Model
+from inkcap.ops.dispatch import OPS, Op
+from inkcap.ops.rows.ref import append_tokens, newest
+from inkcap.ops.values import GroupView, Packing
+from inkcap.runner.table import COLUMNS, RowTable
+from inkcap.runner.transfer import upload
+from inkcap.sampling.sampler import Sampled, Sampler
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens of a captured step
+SHORTEST = 2048  # tokens: the first bound; the others are four times the one before
+# References of these read numbers on the host, which a graph cannot.
+HOST_BOUND = (
+    "attention",
+    "attn_prep",
+    "attn_prep_clip",
+    "experts_down",
+    "experts_settle",
+    "experts_up",
+    "routed_down",
+    "routed_settle",
+    "routed_up",
+    "sconv",
+    "settle",
+)
+
+
+class Replays(Protocol):
+    """Captured work, to be queued again."""
+
+    def replay(self) -> None: ...
+
+
+class Recorder:
+    """Captures work of one device. All graphs share a pool of memory, so they must run one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.free_bytes = torch.cuda.mem_get_info(device)[0]
+
+    def capture(self, work: Callable[[], None]) -> Replays:
+        """Run `work` once, for what is compiled or allocated the first time, then capture it."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+    @property
+    def taken_bytes(self) -> int:
+        """Memory of the device that went since the recorder was made."""
+        return self.free_bytes - torch.cuda.mem_get_info(self.device)[0]
+
+
+class Graphs:
+    """Captured decode steps of one worker."""
+
+    def __init__(
+        self,
+        model: Model,
+        table: RowTable,
+        planes: Sequence[Mapping[str, tuple[Tensor, ...]]],
+        sampler: Sampler,
+        longest: int,
+    ) -> None:
+        """For rows up to `longest` tokens. The table has a spare row, and its tensors stay where they are."""
+        self.model, self.table, self.planes, self.sampler = model, table, planes, sampler
+        self.spare = table.rows
+        self.sizes = [size for size in SIZES if size < table.rows] + [min(table.rows, SIZES[-1])]
+        self.bounds = bounds_up_to(longest)
+        self.listed: tuple[list[int], int] = ([], -1)  # rows that the device has listed, and the table's serial then
+        most, device = self.sizes[-1], table.device
+        self.rows = torch.full((most,), self.spare, dtype=torch.int32, device=device)
+        self.columns = {name: torch.zeros(most, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
+        self.logits = torch.zeros(most, model.vocab_size, dtype=torch.float32, device=device)
+        self.drawn = torch.zeros(most, dtype=torch.int64, device=device)
+        self.sound = torch.ones(most, dtype=torch.bool, device=device)
+        self.forwards: dict[tuple[int, int], Replays] = {}
+        self.draws: dict[int, Replays] = {}
+
+    def host_bound(self) -> list[str]:
+        """Names of the ops that the model calls by references that read numbers on the host; these prevent capture."""
+        with torch.inference_mode():
+            return called_by_reference(partial(self._forward, 1, self.bounds[0]))
+
+    def capture(self, recorder: Recorder) -> None:
+        """Capture all sizes up to the table's rows, and all bounds; takes seconds."""
+        began = time.perf_counter()
+        with torch.inference_mode():
+            # the largest first, so that the others find their memory in the pool
+            for size in reversed(self.sizes):
+                for bound in reversed(self.bounds):
+                    self.forwards[size, bound] = recorder.capture(partial(self._forward, size, bound))
+                self.draws[size] = recorder.capture(partial(self._draw, size))
+        logger.info(
+            "%d graphs of decode steps, up to %d rows: %.1f s, %.0f MiB",
+            *(len(self.forwards) + len(self.draws), self.sizes[-1], time.perf_counter() - began),
+            recorder.taken_bytes / 2**20,
+        )
+
+    def fit(self, plan: StepPlan) -> bool:
+        """Whether the step is made of continues only, and of no more than were captured."""
+        work = plan.work
+        return 0 < len(work) <= self.sizes[-1] and not any(isinstance(entry, Chunk) for entry in work)
+
+    def run(self, plan: StepPlan) -> Sampled:
+        """Queue the whole step, which fits; what it draws is in the rows once it has run."""
+        table = self.table
+        rows = [entry.row for entry in plan.work]
+        count = len(rows)
+        size = next(size for size in self.sizes if size >= count)
+        longest = max(table.host_lengths[row] for row in rows)
+        bound = next(bound for bound in self.bounds if bound >= longest)
+        self._list(rows)
+        self.forwards[size, bound].replay()
+        if any(row in table.extras or table.setup(row).params.logprobs is not None for row in rows):
+            # these need more than the graph has; nothing waits, so it is queued while the forward runs
+            sampled = self.sampler.draw(self.logits[:count], table.draws(rows))
+            table.append(rows, sampled.tokens)
+            return sampled
+        self.draws[size].replay()
+        table.note(rows, self.drawn)
+        return Sampled(self.drawn[:count], self.sound[:count], [], None)
+
+    def _list(self, rows: list[int]) -> None:
+        """Tell the device which rows run, unless it knows."""
+        now = (rows, self.table.serial)
+        if now == self.listed:
+            return
+        index = upload(rows + [self.spare] * (len(self.rows) - len(rows)), torch.int32, self.table.device)
+        self.rows.copy_(index)
+        for name, column in self.columns.items():
+            torch.index_select(self.table.columns[name], 0, index, out=column)
+        self.listed = now
+
+    def _forward(self, size: int, bound: int) -> None:
+        """Logits of the newest tokens of the first `size` rows listed."""
+        table, rows = self.table, self.rows[:size]
+        groups = [*table.groups]
+        ids, positions, first, slots = newest(
+            rows, table.tokens, table.lengths, [table.tables[g] for g in groups], [table.groups[g] for g in groups]
+        )
+        every = torch.arange(size + 1, dtype=torch.int32, device=table.device)
+        packing = Packing(
+            starts=every,
+            rows=rows,
+            first=first,
+            row_of=rows,
+            positions=positions,
+            spans=tuple((n, n + 1, self.spare, bound - 1) for n in range(size)),
+        )
+        views = {g: GroupView(table.groups[g], table.tables[g], own) for g, own in zip(groups, slots, strict=True)}
+        hidden = self.model.forward(Batch(ids, packing, every[:size].long(), views, self.planes))
+        self.logits[:size] = self.model.head(hidden)
+
+    def _draw(self, size: int) -> None:
+        """Tokens of the first `size` rows listed, added to the rows."""
+        table, rows = self.table, self.rows[:size]
+        columns = {name: column[:size] for name, column in self.columns.items()}
+        drawn, sound = self.sampler.plain(self.logits[:size], columns, table.lengths[rows.long()])
+        append_tokens(rows, drawn, table.tokens, table.lengths, self.spare)
+        self.drawn[:size] = drawn
+        self.sound[:size] = sound
+
+
+def bounds_up_to(longest: int) -> list[int]:
+    """Bounds on a row's length: each four times the one before, the last one `longest`."""
+    bounds = []
+    bound = SHORTEST
+    while bound < longest:
+        bounds.append(bound)
+        bound *= 4
+    return [*bounds, longest]
+
+
+def called_by_reference(work: Callable[[], object]) -> list[str]:
+    """Names of those ops of HOST_BOUND that `work` calls and that have no kernel here."""
+    found: set[str] = set()
+
+    def noted(each: Op[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            found.add(each.name)
+            return each.reference(*args, **kwargs)
+
+        return call
+
+    watched = [OPS[name] for name in HOST_BOUND if OPS[name].chosen == "ref"]
+    for each in watched:
+        each.function = noted(each)
+    try:
+        work()
+    finally:
+        for each in watched:
+            each.function = each.reference
+    return sorted(found)

@@ -1,0 +1,54 @@
+"""The two ends of a decode step against loops over rows; kernels under the interpreter."""
+
+from random import Random
+
+import pytest
+import torch
+
+from inkcap.ops.rows.ref import append_tokens, newest
+from inkcap.ops.rows.triton import append_tokens_triton, newest_triton
+
+BLOCKS = (64, 4, 16)
+SPARE = 9
+
+
+def table(random: Random):
+    tokens = torch.randint(0, 50_000, (SPARE + 1, 200), dtype=torch.int32)
+    lengths = torch.tensor([random.randrange(1, 199) for _ in range(SPARE)] + [1])
+    tables = [torch.randint(0, 3, (SPARE + 1, -(-200 // block)), dtype=torch.int32) for block in BLOCKS]
+    for each in tables:
+        each[SPARE] = 0
+    return tokens, lengths, tables
+
+
+@pytest.mark.parametrize("function", [newest.reference, newest_triton])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_newest(function, groups):
+    tokens, lengths, tables = table(Random(groups))
+    rows = [3, 0, 8, 5, SPARE, SPARE]
+    ids, positions, first, slots = function(
+        torch.tensor(rows, dtype=torch.int32), tokens, lengths, tables[:groups], BLOCKS[:groups]
+    )
+    assert first.dtype == torch.int32
+    assert len(slots) == groups
+    for at, row in enumerate(rows):
+        position = int(lengths[row]) - 1
+        assert positions[at] == first[at] == position
+        assert ids[at] == tokens[row, position]
+        for found, held, block in zip(slots, tables, BLOCKS, strict=False):
+            owner = int(held[row, position // block])
+            assert found[at] == (owner * block + position % block if owner else -1)
+
+
+@pytest.mark.parametrize("function", [append_tokens.reference, append_tokens_triton])
+def test_append_tokens(function):
+    tokens, lengths, _ = table(Random(4))
+    rows, drawn = [2, 7, SPARE, 0, SPARE], [11, 12, 13, 14, 15]
+    known, before = tokens.clone(), lengths.clone()
+    for row, token in zip(rows, drawn, strict=True):
+        if row != SPARE:
+            known[row, before[row]] = token
+            before[row] += 1
+    function(torch.tensor(rows, dtype=torch.int32), torch.tensor(drawn), tokens, lengths, SPARE)
+    assert torch.equal(tokens, known)
+    assert torch.equal(lengths, before)
