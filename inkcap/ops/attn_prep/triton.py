@@ -14,7 +14,7 @@ from inkcap.ops.attn_prep.ref import attn_prep, attn_prep_clip
 from inkcap.ops.values import ClipWeights, GroupView, HeadWeights, LogScaling, Packing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rms_heads_kernel(
     q, k, v, q_out, k_out, v_out,
     k_taps, v_taps, q_norm, k_norm,
@@ -74,7 +74,7 @@ def clip_factor(x, limit):
     return tl.minimum(limit / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6), 1.0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def clip_heads_kernel(
     q, k, v, r, q_out, k_out, v_out, r_out,
     k_taps, v_taps, k_added, v_added, q_scale, r_scale,

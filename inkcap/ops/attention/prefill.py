@@ -1,0 +1,109 @@
+"""Attention of many queries: a program has a tile of queries and walks all keys they see.
+
+4 * D operations for each visible pair of query head and key is the floor. Tiles without bias and edges take the short
+path; those within the bias are one more product of depth `states` and a shear through shared memory.
+"""
+
+import triton
+import triton.language as tl
+
+from inkcap.ops import pdl
+from inkcap.ops.attention.tile import (
+    HIDDEN,
+    LOG2E,
+    far_own,
+    far_pages,
+    finish,
+    growth,
+    near_own,
+    near_pages,
+    sequence_of,
+)
+
+
+@triton.jit(do_not_specialize=["sequences", "least"])
+def tile_kernel(
+    q, k, v, r, out, bias, sinks, gate, k_plane, v_plane, table, starts, rows, first_of,
+    sequences, least, scale, floor, alpha, s_k, s_r, s_gate, s_block, s_token, s_head, s_table,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATES: tl.constexpr, SP: tl.constexpr,
+    EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One kv head of one tile of queries, of sequences with at least `least` tokens; writes their rows of out.
+
+    Late tiles, which see the most keys, come first.
+    """
+    G: tl.constexpr = HEADS // KV
+    pdl.wait(PDL)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    i = sequence_of(starts, tile, sequences, BQ, RP)
+    start = tl.load(starts + i)
+    offset = (tile - start // BQ - i) * BQ
+    count = tl.load(starts + i + 1) - start
+    if (offset >= count) | (count < least):
+        return
+    first = tl.load(first_of + i)
+    position = first + offset
+    pages = table + tl.load(rows + i).to(tl.int64) * s_table
+    k_plane += head * s_head
+    v_plane += head * s_head
+    k += start.to(tl.int64) * s_k + head * D
+    v += start.to(tl.int64) * s_k + head * D
+
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
+    rd = tl.arange(0, DP)
+    state = tl.arange(0, SP)
+    query = rm // G
+    live = (query < BQ) & (offset + query < count)
+    token = (start + offset + query).to(tl.int64)
+    of_head = head * G + rm % G
+    inside = live[:, None] & (rd < D)[None, :]
+    at = (token * HEADS + of_head)[:, None] * D + rd[None, :]
+    rows_q = tl.load(q + at, mask=inside, other=0.0)
+    rows_r = tl.load(
+        r + token[:, None] * s_r + (of_head * STATES)[:, None] + state[None, :],
+        mask=live[:, None] & (state < STATES)[None, :], other=0.0,
+    )  # fmt: skip
+    grown = tl.full([BM], LOG2E, tl.float32)
+    if SCALED:
+        grown = grown * growth(position + query, floor, alpha)
+    acc = tl.zeros([BM, DP], tl.float32)
+    top = tl.full([BM], HIDDEN, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+
+    low = 0
+    own_begin = 0
+    bend = tl.minimum(tl.maximum(position - EXTENT + 1, 0) // BN, tl.cdiv(first, BN))  # tiles before it have no bias
+    own_bend = tl.maximum(offset - EXTENT + 1, 0) // BN
+    if WINDOW > 0:  # every tile may have an edge
+        low = tl.maximum(position - WINDOW + 1, 0)
+        own_begin = tl.maximum(offset - WINDOW + 1, 0) // BN
+        bend = tl.minimum(low, first) // BN
+        own_bend = own_begin
+    else:
+        acc, top, total = far_pages(
+            rows_q, acc, top, total, k_plane, v_plane, pages, 0, bend, rn, rd, s_block, s_token, scale * LOG2E,
+            D, DP, BLOCK, BN, STAGES,
+        )  # fmt: skip
+    acc, top, total = near_pages(
+        rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias, bend, tl.cdiv(first, BN), low, first,
+        position, query, rn, rd, state, s_block, s_token, scale * LOG2E,
+        D, DP, BLOCK, BN, STATES, EXTENT, WINDOW, False, WIDTH, NEAR_STAGES,
+    )  # fmt: skip
+    if WINDOW == 0:
+        acc, top, total = far_own(
+            rows_q, acc, top, total, k, v, own_begin, own_bend, count, rn, rd, s_k, scale * LOG2E, D, DP, BN, STAGES
+        )  # fmt: skip
+    acc, top, total = near_own(
+        rows_q, rows_r, grown, acc, top, total, k, v, bias, own_bend, tl.cdiv(tl.minimum(offset + BQ, count), BN),
+        count, offset, query, rn, rd, state, s_k, scale * LOG2E, D, DP, BN, STATES, EXTENT, WINDOW, WIDTH, NEAR_STAGES,
+    )  # fmt: skip
+    pdl.trigger(PDL)
+    y = finish(
+        acc, top, total, sinks, gate, token * HEADS + of_head,
+        token[:, None] * s_gate + (of_head * D)[:, None] + rd[None, :], inside, SINKS, GATE,
+    )  # fmt: skip
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,91 @@
+"""Tiles and splits of attention, from shapes alone: token and sequence counts, and the longest a sequence may be.
+
+Numbers were measured on an H200 (132 SMs) with 8 query heads on 1 kv head of 128 channels, bf16, keys in pages of 64.
+"""
+
+from dataclasses import dataclass
+
+KEYS = 64  # keys of a tile; a page
+ROWS = 64  # most rows of a tile: 8 queries of 8 heads cost no more than one where keys are many
+FEW = 16  # queries of a sequence that are split over keys whatever the rest of the step is
+PROGRAMS = 264  # two a processor
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How a step's few-query sequences are laid out."""
+
+    rows: int  # of a tile
+    queries: int  # of a tile
+    tiles: int  # bound
+    far: int  # programs of tiles beyond the bias
+    near: int  # programs of the other tiles
+
+    @property
+    def total(self) -> int:
+        """Programs of a tile and kv head."""
+        return self.far + self.near
+
+
+def rows_of(widest: int, group: int) -> tuple[int, int]:
+    """Rows and queries of a tile for sequences of up to `widest` queries, each with `group` heads on a kv head."""
+    rows = 16
+    while rows < max(min(widest * group, ROWS), group):
+        rows *= 2
+    return rows, 1 if widest == 1 else rows // group
+
+
+def bound(tokens: int, sequences: int, queries: int) -> int:
+    """Ids of query tiles: sequence i owns those from starts[i] // queries + i on, at most this many."""
+    return -(-tokens // queries) + sequences - 1
+
+
+def whole(tokens: int, sequences: int, widest: int, group: int, kv_heads: int) -> bool:
+    """Whether all sequences are split over keys: there are too few tiles of queries to fill the GPU otherwise."""
+    if widest <= FEW:
+        return True
+    _, queries = rows_of(widest, group)
+    return (tokens // queries) * kv_heads < PROGRAMS // 2 and sequences * 4 <= PROGRAMS
+
+
+def near_tiles(reach: int, extent: int, window: int | None) -> int:
+    """Most tiles of pages with bias or edges that one query of a sequence of `reach` tokens sees."""
+    pages = -(-max(reach - 1, 0) // KEYS)
+    return min(pages, ((window or extent) + KEYS - 3) // KEYS + 1)
+
+
+def stages(plan: "Splits") -> int:
+    """Pipeline depth of far tiles. Triton divides it over the two dependent loads: 5 is two tiles in flight."""
+    return 5 if plan.far else 1
+
+
+def plan(
+    tokens: int,
+    sequences: int,
+    widest: int,
+    reach: int,
+    group: int,
+    kv_heads: int,
+    extent: int,
+    window: int | None,
+) -> Splits:
+    """Splits for sequences of up to `widest` queries and up to `reach` tokens in all."""
+    rows, queries = rows_of(widest, group)
+    tiles = sequences if widest == 1 else bound(tokens, sequences, queries)
+    own = 0 if widest == 1 else -(-widest // KEYS)
+    close = max(1, near_tiles(reach, extent, window) + own)
+    far_tiles = 0 if window is not None or reach <= extent else -(-(reach - extent) // KEYS)
+    programs = tiles * kv_heads
+    if far_tiles <= 0:
+        return Splits(rows, queries, tiles, 0, _divide(close, max(1, 2 * PROGRAMS // programs)))
+    least = 4 if programs < PROGRAMS // 2 else 2 if programs < PROGRAMS else 1
+    far = min(far_tiles, max(PROGRAMS // programs, least))
+    share = -(-far_tiles // far)
+    near = close if close * programs <= PROGRAMS // 8 else _divide(close, -(-close * 3 // 2 // share))
+    return Splits(rows, queries, tiles, far, near)
+
+
+def _divide(tiles: int, programs: int) -> int:
+    """Programs that have work when `tiles` are shared evenly by up to `programs`."""
+    programs = max(1, min(tiles, programs))
+    return -(-tiles // -(-tiles // programs))

@@ -1,0 +1,204 @@
+"""What the attention kernels share: tiles of keys from pages or from this step, bias by distance, running softmax.
+
+A program has BM rows of one kv head: BQ queries of one sequence times its G query heads (row m is query m // G, head
+m % G). Keys come in tiles of BN: older ones from pages, tile t holding positions t * BN ..; this step's from k and v,
+tile u holding positions first + u * BN ... Logits are kept times log2(e). Keys a row cannot see get -1e30: what such a
+tile adds is wiped out by the first key the row does see, and every row sees itself.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+HIDDEN = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def sequence_of(starts, tile, sequences, BQ: tl.constexpr, RP: tl.constexpr):
+    """The sequence whose tile this is: i owns ids starts[i] // BQ + i and on, at least as many as it has tiles."""
+    i = tl.arange(0, RP)
+    base = tl.load(starts + i, mask=i < sequences, other=0) // BQ + i
+    return tl.sum(((base <= tile) & (i < sequences)).to(tl.int32), 0) - 1
+
+
+@triton.jit
+def growth(position, floor, alpha):
+    """1 + alpha * ln(max(1, (p + 1) / floor)), fp32."""
+    return 1.0 + alpha * tl.log(tl.maximum((position + 1).to(tl.float32) / floor, 1.0))
+
+
+@triton.jit
+def paged(
+    k_plane, v_plane, table, t, low, high, rn, rd, s_block, s_token,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [BN, DP] of tile t. With EDGE only positions low .. high are read, the others are 0."""
+    at = t * BN + rn
+    if BLOCK % BN == 0:
+        page = tl.load(table + t * BN // BLOCK).to(tl.int64)
+        offset = page * s_block + (t * BN % BLOCK) * s_token
+        address = offset + (rn * s_token)[:, None] + rd[None, :]
+    else:
+        held = tl.maximum(tl.minimum(at, high - 1), 0)
+        address = tl.load(table + held // BLOCK).to(tl.int64) * s_block + (at % BLOCK) * s_token
+        address = address[:, None] + rd[None, :]
+    if EDGE or BLOCK % BN != 0:
+        seen = ((at >= low) & (at < high))[:, None] & (rd < D)[None, :]
+        k = tl.load(k_plane + address, mask=seen, other=0.0)
+        v = tl.load(v_plane + address, mask=seen, other=0.0)
+    elif D != DP:
+        k = tl.load(k_plane + address, mask=(rd < D)[None, :], other=0.0)
+        v = tl.load(v_plane + address, mask=(rd < D)[None, :], other=0.0)
+    else:
+        k = tl.load(k_plane + address)
+        v = tl.load(v_plane + address)
+    return k, v
+
+
+@triton.jit
+def fresh(
+    k_own, v_own, u, count, rn, rd, s_own,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [BN, DP] of this step's tile u; only the sequence's `count` tokens are read."""
+    at = u * BN + rn
+    address = at.to(tl.int64)[:, None] * s_own + rd[None, :]
+    if EDGE:
+        seen = (at < count)[:, None] & (rd < D)[None, :]
+        k = tl.load(k_own + address, mask=seen, other=0.0)
+        v = tl.load(v_own + address, mask=seen, other=0.0)
+    elif D != DP:
+        k = tl.load(k_own + address, mask=(rd < D)[None, :], other=0.0)
+        v = tl.load(v_own + address, mask=(rd < D)[None, :], other=0.0)
+    else:
+        k = tl.load(k_own + address)
+        v = tl.load(v_own + address)
+    return k, v
+
+
+@triton.jit
+def bank(bias, distance, state, STATES: tl.constexpr, EXTENT: tl.constexpr):
+    """Columns of the bias [STATES, EXTENT] at these distances; 0 outside."""
+    there = ((distance >= 0) & (distance < EXTENT))[None, :] & (state < STATES)[:, None]
+    return tl.load(bias + state[:, None] * EXTENT + distance[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def sheared(
+    r, bias, nearest, query, rn, state,
+    BN: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, EXTENT: tl.constexpr,
+):  # fmt: skip
+    """Bias [BM, BN] of rows whose queries differ; `nearest` is the distance of the first query to the last key.
+
+    One product gives each row's bias at all distances that the tile spans, of which it takes those of its keys.
+    """
+    across = bank(bias, nearest + tl.arange(0, WIDTH), state, STATES, EXTENT)
+    all_of = tl.dot(r, across, input_precision="ieee").to(r.dtype)
+    return tl.gather(all_of, query[:, None] + (BN - 1 - rn)[None, :], 1).to(tl.float32)
+
+
+@triton.jit
+def fold(z, v, acc, top, total):
+    """One tile of logits into the running softmax."""
+    higher = tl.maximum(top, tl.max(z, 1))
+    p = tl.exp2(z - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, higher, total
+
+
+@triton.jit
+def far_pages(
+    q, acc, top, total, k_plane, v_plane, table, begin, end, rn, rd, s_block, s_token, scale,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles that every row sees whole and without bias."""
+    for t in tl.range(begin, end, num_stages=STAGES):
+        k, v = paged(
+            k_plane, v_plane, table, t, 0, end * BN, rn, rd, s_block, s_token, D, DP, BLOCK, BN, False
+        )  # fmt: skip
+        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        acc, top, total = fold(z, v, acc, top, total)
+    return acc, top, total
+
+
+@triton.jit
+def near_pages(
+    q, r, grown, acc, top, total, k_plane, v_plane, table, bias, begin, end, low, high, position, query, rn, rd, state,
+    s_block, s_token, scale,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, STATES: tl.constexpr,
+    EXTENT: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles with bias or edges; `position` is that of the first query, `grown` what scales each row's bias."""
+    for t in tl.range(begin, end, num_stages=STAGES):
+        k, v = paged(
+            k_plane, v_plane, table, t, low, high, rn, rd, s_block, s_token, D, DP, BLOCK, BN, True
+        )  # fmt: skip
+        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        at = t * BN + rn
+        if ONE:
+            columns = bank(bias, position - at, state, STATES, EXTENT)
+            z += tl.dot(r, columns, input_precision="ieee").to(r.dtype).to(tl.float32) * grown[:, None]
+            z = tl.where(((at >= low) & (at < high))[None, :], z, HIDDEN)
+        else:
+            nearest = position - t * BN - (BN - 1)
+            z += sheared(r, bias, nearest, query, rn, state, BN, WIDTH, STATES, EXTENT) * grown[:, None]
+            seen = (at < high)[None, :]
+            if WINDOW > 0:
+                seen = seen & ((position + query)[:, None] - at[None, :] < WINDOW)
+            z = tl.where(seen, z, HIDDEN)
+        acc, top, total = fold(z, v, acc, top, total)
+    return acc, top, total
+
+
+@triton.jit
+def far_own(
+    q, acc, top, total, k_own, v_own, begin, end, count, rn, rd, s_own, scale,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """This step's tiles that every row sees whole and without bias."""
+    for u in tl.range(begin, end, num_stages=STAGES):
+        k, v = fresh(k_own, v_own, u, count, rn, rd, s_own, D, DP, BN, False)
+        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        acc, top, total = fold(z, v, acc, top, total)
+    return acc, top, total
+
+
+@triton.jit
+def near_own(
+    q, r, grown, acc, top, total, k_own, v_own, bias, begin, end, count, offset, query, rn, rd, state, s_own, scale,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, STATES: tl.constexpr, EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """This step's tiles with bias or edges; `offset` counts the sequence's tokens before the first query."""
+    for u in tl.range(begin, end, num_stages=STAGES):
+        k, v = fresh(k_own, v_own, u, count, rn, rd, s_own, D, DP, BN, True)
+        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        nearest = offset - u * BN - (BN - 1)
+        z += sheared(r, bias, nearest, query, rn, state, BN, WIDTH, STATES, EXTENT) * grown[:, None]
+        distance = (offset + query)[:, None] - (u * BN + rn)[None, :]
+        seen = distance >= 0
+        if WINDOW > 0:
+            seen = seen & (distance < WINDOW)
+        acc, top, total = fold(tl.where(seen, z, HIDDEN), v, acc, top, total)
+    return acc, top, total
+
+
+@triton.jit
+def finish(acc, top, total, sinks, gate, at, channel, inside, SINKS: tl.constexpr, GATE: tl.constexpr):
+    """Rows of sums to outputs: a sink is a key without a value, the gate multiplies by its sigmoid.
+
+    `sinks` and `gate` point at the first row's; `at` [BM] and `channel` [BM, DP] are offsets of rows in them.
+    """
+    if SINKS:
+        sink = tl.load(sinks + at, mask=tl.max(inside.to(tl.int32), 1) > 0, other=0.0).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        acc = acc * shrink[:, None]
+    out = acc / total[:, None]
+    if GATE:
+        g = tl.load(gate + channel, mask=inside, other=0.0).to(tl.float32)
+        out = out / (1.0 + tl.exp2(-g * LOG2E))
+    return out

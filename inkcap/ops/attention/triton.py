@@ -1,0 +1,123 @@
+"""Attention on a GPU: few queries split over keys, many in tiles; a step may have both."""
+
+import torch
+import triton
+from torch import Tensor
+
+from inkcap.ops import pdl
+from inkcap.ops.attention import splits
+from inkcap.ops.attention.decode import combine_kernel, split_kernel
+from inkcap.ops.attention.prefill import tile_kernel
+from inkcap.ops.attention.ref import attention
+from inkcap.ops.values import GroupView, Packing, Scores
+
+NOBODY = 1 << 30  # more tokens than a sequence has
+
+
+@attention.implement("triton", when=lambda device: device.type == "cuda")
+def attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    scores: Scores,
+    view: GroupView,
+    packing: Packing,
+    sinks: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """`attention` of the reference. Weights of values are rounded to their dtype; the bias is rounded before log
+    scaling, not after it too. Sums over keys are split by numbers of tokens and by the longest sequence, so the last
+    bits of a result depend on these.
+    """
+    check(q, k, v, r, scores, view, gate)
+    heads, kv = q.shape[1], k.shape[1]
+    out = torch.empty_like(q)
+    tokens, sequences, widest = len(q), len(packing.rows), packing.widest
+    if splits.whole(tokens, sequences, widest, heads // kv, kv):
+        few(q, k, v, r, out, scores, view, packing, sinks, gate, widest, NOBODY)
+    else:
+        if sequences > 1:
+            few(q, k, v, r, out, scores, view, packing, sinks, gate, splits.FEW, splits.FEW)
+        many(q, k, v, r, out, scores, view, packing, sinks, gate, splits.FEW + 1 if sequences > 1 else 1)
+    return out.flatten(1)
+
+
+def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: int) -> None:
+    """Sequences of at most `most` tokens, no more of which than `widest` matter for the layout."""
+    heads, kv, size = q.shape[1], k.shape[1], q.shape[2]
+    states, extent = scores.bias.shape
+    sequences = len(packing.rows)
+    plan = splits.plan(
+        len(q), sequences, widest, packing.reach, heads // kv, kv, extent, scores.window
+    )  # fmt: skip
+    one = widest == 1
+    early = one and plan.far == 0 and plan.near >= splits.near_tiles(packing.reach, extent, scores.window)
+    on = pdl.supported(q.device)
+    parts = plan.tiles * kv * plan.total * plan.queries * (heads // kv)
+    sums = torch.empty(parts, size, dtype=torch.float32, device=q.device)
+    tops = torch.empty(parts, 2, dtype=torch.float32, device=q.device)
+    plane = view.planes[0]
+    searched = 1 if one else triton.next_power_of_2(sequences)
+    width = triton.next_power_of_2(plan.queries + splits.KEYS)
+    split_kernel[(plan.total, plan.tiles * kv)](
+        q, k, v, r, scores.bias, *view.planes[:2], view.table, packing.starts, packing.rows, packing.first, sums, tops,
+        sequences, most, plan.far, plan.near, scores.scale, *growth_of(scores), k.stride(0), r.stride(0), *plane.stride()[:3],
+        view.table.stride(0),
+        heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
+        scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, width,
+        plan.far > 0, early, splits.stages(plan), on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+    channels = 32 if plan.total > 64 else min(64, padded(size))
+    combine_kernel[(plan.tiles * plan.queries, heads, triton.cdiv(size, channels))](
+        sums, tops, out, q if sinks is None else sinks, q if gate is None else gate, packing.starts, packing.first,
+        sequences, most, plan.far, plan.near, 0 if gate is None else gate.stride(0),
+        heads, kv, size, extent, scores.window or 0, one, searched, plan.queries, splits.KEYS,
+        plan.far > 0, triton.next_power_of_2(plan.total), channels, sinks is not None, gate is not None, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+
+
+def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> None:
+    """Sequences of at least `least` tokens."""
+    heads, kv, size = q.shape[1], k.shape[1], q.shape[2]
+    states, extent = scores.bias.shape
+    sequences = len(packing.rows)
+    rows, queries = splits.rows_of(splits.ROWS, heads // kv)
+    on = pdl.supported(q.device)
+    tile_kernel[(splits.bound(len(q), sequences, queries), kv)](
+        q, k, v, r, out, scores.bias, q if sinks is None else sinks, q if gate is None else gate,
+        *view.planes[:2], view.table, packing.starts, packing.rows, packing.first,
+        sequences, least, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
+        0 if gate is None else gate.stride(0), *view.planes[0].stride()[:3], view.table.stride(0),
+        heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
+        scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS,
+        triton.next_power_of_2(queries + splits.KEYS), sinks is not None, gate is not None, 3, 1, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, r: Tensor, scores: Scores, view: GroupView, gate: Tensor | None) -> None:
+    """What the kernels take for granted."""
+    first, second = view.planes[:2]
+    assert first.stride() == second.stride(), f"planes of k and v have strides {first.stride()}, {second.stride()}"
+    assert first.stride(3) == 1, f"a plane has stride {first.stride(3)} between channels; the kernel needs 1"
+    assert view.table.stride(1) == 1, f"a block table has stride {view.table.stride(1)} between blocks"
+    assert q.is_contiguous(), f"queries have strides {q.stride()}; the kernel needs contiguous ones"
+    assert k.stride() == v.stride(), f"k and v have strides {k.stride()} and {v.stride()}; the kernel needs equal ones"
+    assert k.stride()[1:] == (k.shape[2], 1), f"heads of k have strides {k.stride()}; the kernel needs (D, 1)"
+    assert r.stride()[1:] == (r.shape[2], 1), f"relative states have strides {r.stride()}"
+    assert scores.bias.is_contiguous(), f"the bias has strides {scores.bias.stride()}; the kernel needs whole rows"
+    assert gate is None or gate.stride(1) == 1, f"the gate has stride {gate.stride(1)} between channels"
+
+
+def padded(size: int) -> int:
+    """Sides of a product: powers of 2, at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def growth_of(scores: Scores) -> tuple[float, float]:
+    """Arguments of `growth`."""
+    scaling = scores.scaling
+    return (1.0, 0.0) if scaling is None else (float(scaling.floor), float(scaling.alpha))
