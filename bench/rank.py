@@ -30,6 +30,7 @@ from torch import Tensor
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
 from inkcap.base.errors import EngineFault
 from inkcap.base.formats import WeightFormat
+from inkcap.base.log import start_logging
 from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams, TokenDelta
 from inkcap.base.sampling import TokenRules
 from inkcap.cache.arena import Arena
@@ -272,7 +273,7 @@ def prompts_of(batch: int, length: int, vocabulary: int) -> list[list[int]]:
 
 def config_of(rows: int, longest: int, step_tokens: int, args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(path="random", max_length=-(-longest // 64) * 64, device=args.device),
+        model=ModelConfig(path="random", max_length=-(-longest // 64) * 64, device=args.device, graphs=not args.eager),
         cache=CacheConfig(prefix=False),
         sched=SchedConfig(rows=rows, step_tokens=step_tokens, chunk=step_tokens),
         ops=dict(pair.split("=") for pair in args.ops),
@@ -327,6 +328,7 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", type=int, default=[], metavar="TOKENS")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of one prefill step")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--logprobs", type=int, default=None)
@@ -334,6 +336,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="*", default=[], metavar="NAME=IMPLEMENTATION")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rank.jsonl")
     args = parser.parse_args()
+    start_logging("bench", "info")
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     shape = SHAPES[args.shape]
     if args.layers:
@@ -387,6 +390,7 @@ def main() -> None:
                 "ready_s": round(ready, 2),
                 "memory_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if device.type == "cuda" else None,
                 "cache": "random",
+                "graphs": not args.eager,
                 "sampling": {"temperature": args.temperature, "top_p": args.top_p, "logprobs": args.logprobs},
                 **extra,
             }
