@@ -15,9 +15,13 @@ from inkcap.ops.values import Caps
 
 @triton.jit
 def grouped_kernel(
-    x, w, order, expert, start, stop, y, rows, gate_cap, up_cap,
+    x, w, order, expert, start, stop, y, shared_x, shared_w, gammas, shared_y, rows, tokens, gate_cap, up_cap,
     SHARE: tl.constexpr,  # uses that read the same row of x
-    PAIRED: tl.constexpr,  # y has the activations of the pairs of columns
+    SHARED: tl.constexpr,  # experts that every token uses; their tiles come first
+    SHARED_SHARE: tl.constexpr,  # of them, how many read the same row of shared_x
+    SHARED_STRIDE: tl.constexpr,  # between two rows of one shared expert's weights
+    SHARED_NEXT: tl.constexpr,  # rows or columns between the weights of two shared experts, times K
+    PAIRED: tl.constexpr,  # y has the activations of pairs of columns, times gammas where shared
     CAPPED: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -29,17 +33,33 @@ def grouped_kernel(
 ):  # fmt: skip
     pdl.wait(PDL)
     pdl.trigger(PDL)
+    blocks = tl.cdiv(tokens, WIDTH)
     tile = tl.program_id(1)
-    e = tl.load(expert + tile).to(tl.int64)
-    if e < 0:
+    own = tl.maximum(tile - SHARED * blocks, 0)  # among the tiles of routed experts
+    e = tl.load(expert + own).to(tl.int64)
+    if (tile >= SHARED * blocks) & (e < 0):
         return
-    at = tl.load(start + tile) + tl.arange(0, WIDTH)
-    live = at < tl.load(stop + tile)
-    use = tl.load(order + at, mask=live, other=0)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    held = tl.minimum(n, rows - 1)
     k = tl.arange(0, BK)
-    xp = x + (use // SHARE).to(tl.int64)[:, None] * K + k[None, :]
-    wp = w + (e * rows + tl.minimum(n, rows - 1))[:, None] * K + k[None, :]
+    if tile < SHARED * blocks:
+        at = tile % blocks * WIDTH + tl.arange(0, WIDTH)
+        live = at < tokens
+        use = tl.where(live, at, 0) * SHARED + tile // blocks
+        xp = shared_x + (use // SHARED_SHARE).to(tl.int64)[:, None] * K + k[None, :]
+        wp = shared_w + tile // blocks * (SHARED_NEXT * K) + held[:, None].to(tl.int64) * SHARED_STRIDE + k[None, :]
+        to = shared_y
+        if PAIRED:
+            factor = tl.load(gammas + use).to(tl.float32)
+    else:
+        at = tl.load(start + own) + tl.arange(0, WIDTH)
+        live = at < tl.load(stop + own)
+        use = tl.load(order + at, mask=live, other=0)
+        xp = x + (use // SHARE).to(tl.int64)[:, None] * K + k[None, :]
+        wp = w + (e * rows + held)[:, None] * K + k[None, :]
+        to = y
+        if PAIRED:
+            factor = tl.full([WIDTH], 1.0, tl.float32)
     if WEIGHTS_FIRST:
         acc = tl.zeros([BN, WIDTH], tl.float32)
     else:
@@ -59,15 +79,18 @@ def grouped_kernel(
         acc = tl.trans(acc)
     if PAIRED:
         flat = gated(tl.reshape(acc, [WIDTH * BN]), gate_cap, up_cap, CAPPED, WIDTH * BN)
-        out = tl.reshape(flat, [WIDTH, BN // 2])
+        out = tl.reshape(flat, [WIDTH, BN // 2]) * factor[:, None]
         width = rows // 2
         column = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
     else:
         out = acc
         width = rows
         column = n
-    to = y + use.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(to, out.to(y.dtype.element_ty), mask=live[:, None] & (column < width)[None, :])
+    tl.store(
+        to + use.to(tl.int64)[:, None] * width + column[None, :],
+        out.to(y.dtype.element_ty),
+        mask=live[:, None] & (column < width)[None, :],
+    )
 
 
 @triton.jit
@@ -92,8 +115,8 @@ def combine_kernel(
         own_tap = tl.load(taps + c * tap_channel + (W - 1) * tap_distance, mask=mask, other=0.0)
     pdl.wait(PDL)
     total = tl.zeros([BC], tl.float32)
-    if SHARED:
-        total += tl.load(shared + t * C + c, mask=mask, other=0.0).to(tl.float32)
+    for s in tl.static_range(SHARED):
+        total += tl.load(shared + (t * SHARED + s) * C + c, mask=mask, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP):
         product = tl.load(products + (t * TOP + k) * C + c, mask=mask, other=0.0).to(tl.float32)
         total += product * tl.load(weights + t * TOP + k)
@@ -121,8 +144,28 @@ LONG = {16: Shape(64, 128, 4, 4), 32: Shape(64, 128, 4, 4), 64: Shape(128, 64, 4
 SHORT = {16: Shape(64, 128, 3, 4), 32: Shape(64, 128, 3, 4), 64: Shape(128, 64, 4, 4), 128: Shape(256, 64, 3, 8)}
 
 
+@dataclass(frozen=True, slots=True)
+class Also:
+    """Experts that every token uses, in the same launch: x [.., K], weights of any stride, where the results go."""
+
+    x: Tensor
+    share: int  # experts that read the same row of x
+    w: Tensor  # [S, rows, K]
+    gammas: Tensor  # [tokens, S] fp32, for activations
+    out: Tensor  # [tokens * S, rows], or rows / 2
+    tokens: int
+
+
 def grouped(
-    x: Tensor, w: Tensor, uses: Tiles, share: int, out: Tensor, *, paired: bool, caps: Caps | None = None
+    x: Tensor,
+    w: Tensor,
+    uses: Tiles,
+    share: int,
+    out: Tensor,
+    *,
+    paired: bool,
+    caps: Caps | None = None,
+    also: Also | None = None,
 ) -> Tensor:
     """Row use // share of x [.., K] times w [E, rows, K] of each use's expert, into out [uses, rows], which it returns.
 
@@ -133,10 +176,17 @@ def grouped(
     shape = (LONG if length > 2048 else SHORT)[uses.width]
     columns = max(16, min(shape.columns, triton.next_power_of_2(rows)))
     depth = max(16, min(shape.depth, triton.next_power_of_2(length)))
-    grouped_kernel[(triton.cdiv(rows, columns), len(uses.expert))](
-        x, w, uses.order, uses.expert, uses.start, uses.stop, out, rows,
+    shared, tokens, shared_tiles = 0, 0, 0
+    beside, strides = (x, w, out, out), (1, length, 1)
+    if also is not None:
+        shared, tokens = len(also.w), also.tokens
+        shared_tiles = shared * triton.cdiv(tokens, uses.width)
+        beside = (also.x, also.w, also.gammas, also.out)
+        strides = (also.share, also.w.stride(1), also.w.stride(0) // length)
+    grouped_kernel[(triton.cdiv(rows, columns), shared_tiles + len(uses.expert))](
+        x, w, uses.order, uses.expert, uses.start, uses.stop, out, *beside, rows, tokens,
         1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
-        share, paired, caps is not None, length, uses.width, columns, depth, uses.width <= 64, shape.stages, on,
-        num_warps=shape.warps, **pdl.launch(on),
+        share, shared, *strides, paired, caps is not None, length, uses.width, columns, depth, uses.width <= 64,
+        shape.stages, on, num_warps=shape.warps, **pdl.launch(on),
     )  # fmt: skip
     return out

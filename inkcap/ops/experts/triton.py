@@ -13,13 +13,14 @@ from torch import Tensor
 from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
 from inkcap.ops.experts.group import tiles, width_of
-from inkcap.ops.experts.many import combine_kernel, grouped
+from inkcap.ops.experts.many import Also, combine_kernel, grouped
 from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up, routed_down, routed_settle, routed_up
 from inkcap.ops.experts.row import down_row, up_row
 from inkcap.ops.linear.device import chunks
 from inkcap.ops.sconv.triton import convolve
 from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Routed
 
+TOGETHER = 64  # tokens up to which shared experts share the launches of the routed ones
 COMBINED = 1024  # channels of a program that sums over experts
 UP, DOWN = (4, 8), (8, 8)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
 
@@ -43,13 +44,15 @@ def up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor | None, caps
         )  # fmt: skip
         return out, shared_out
     x = rows.tensor()
-    if shared_w13 is None:
-        shared_out = out[:, :0]
-    else:
+    shared_out = torch.empty(tokens, shared, columns // 2, dtype=rows.dtype, device=w13.device)
+    also = None
+    if shared_w13 is not None and tokens <= TOGETHER:
+        also = Also(x, shared, shared_w13, route.gammas, shared_out, tokens)
+    elif shared_w13 is not None:
         shared_out = swiglu(F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (shared, -1)), route.gammas)
     if tokens:
         uses = tiles(route, experts, width_of(tokens * top_k, experts))
-        grouped(x, w13, uses, top_k, out.flatten(0, 1), paired=True, caps=caps)
+        grouped(x, w13, uses, top_k, out, paired=True, caps=caps, also=also)
     return out, shared_out
 
 
@@ -76,7 +79,7 @@ def down(
     if not tokens:
         return out
     on = pdl.supported(act.device)
-    base = residual if inside and residual is not None else None
+    act, base = act.contiguous(), residual.contiguous() if inside and residual is not None else None
     if inside:
         state = view.planes[plane]
         where = (taps, state, view.table, view.slots, packing.row_of, packing.positions)
@@ -96,14 +99,20 @@ def down(
         return out
     uses = tiles(route, experts, width_of(tokens * top_k, experts))
     products = torch.empty(tokens * top_k, channels, dtype=act.dtype, device=act.device)
-    grouped(act.flatten(0, 1), w2, uses, 1, products, paired=False)
-    shared = None
-    if shared_act is not None and shared_w2 is not None:
+    shared, also = products, None
+    many = 0  # shared products of a token
+    if shared_act is not None and shared_w2 is not None and tokens <= TOGETHER:
+        many = shared_w2.shape[1]
+        shared = torch.empty(tokens * many, channels, dtype=act.dtype, device=act.device)
+        also = Also(shared_act, 1, shared_w2.transpose(0, 1), route.gammas, shared, tokens)
+    elif shared_act is not None and shared_w2 is not None:
+        many = 1
         shared = F.linear(shared_act.flatten(1), shared_w2.flatten(1))
+    grouped(act, w2, uses, 1, products, paired=False, also=also)
     bc = min(COMBINED, triton.next_power_of_2(channels))
     combine_kernel[(tokens, triton.cdiv(channels, bc))](
-        products, route.weights, products if shared is None else shared, products if base is None else base, out,
-        *where, conv_scale, *strides, inside, shared is not None, base is not None, *window, top_k, channels, bc, on,
+        products, route.weights, shared, products if base is None else base, out,
+        *where, conv_scale, *strides, inside, many, base is not None, *window, top_k, channels, bc, on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     if convolved and not inside:
