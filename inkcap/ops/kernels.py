@@ -3,6 +3,7 @@
 from inkcap.ops.act import triton as act_triton
 from inkcap.ops.attention import triton as attention_triton
 from inkcap.ops.attn_prep import triton as attn_prep_triton
+from inkcap.ops.blocks import triton as blocks_triton
 from inkcap.ops.experts import triton as experts_triton
 from inkcap.ops.linear import triton as linear_triton
 from inkcap.ops.norm import triton as norm_triton
@@ -14,6 +15,7 @@ __all__ = [
     "act_triton",
     "attention_triton",
     "attn_prep_triton",
+    "blocks_triton",
     "experts_triton",
     "linear_triton",
     "norm_triton",

@@ -62,8 +62,8 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
     width = triton.next_power_of_2(plan.queries + splits.KEYS)
     split_kernel[(plan.total, plan.tiles * kv)](
         q, k, v, r, scores.bias, *view.planes[:2], view.table, packing.starts, packing.rows, packing.first, sums, tops,
-        sequences, most, plan.far, plan.near, scores.scale, *growth_of(scores), k.stride(0), r.stride(0), *plane.stride()[:3],
-        view.table.stride(0),
+        sequences, most, plan.far, plan.near, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
+        *plane.stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, width,
         plan.far > 0, early, splits.stages(plan), on,

@@ -1,6 +1,6 @@
 """Copies of cache blocks on a GPU: all sources into a buffer, then from it to the targets, so that they may overlap.
 
-Moves 4 bytes for each byte copied. Blocks are copied as 16-byte words where their size allows it.
+Moves 4 bytes for each byte copied. Blocks are copied in the widest words that divide them.
 """
 
 import torch
