@@ -1,0 +1,99 @@
+"""The block stream: what reads see, where blocks end, when sums are rounded, and going back to a place."""
+
+import torch
+
+from inkcap.layers.blockstream import BlockMix, BlockStream, RunningSum
+
+CPU = torch.device("cpu")
+
+
+class Adds:
+    """Stands in for a sublayer's end: adds its rows to the sum, or begins one, and remembers what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def settle(self, rows, residual, conv, batch):
+        self.calls.append((None if residual is None else residual.dtype, conv, batch))
+        return (rows if residual is None else residual + rows), None
+
+
+class Sees:
+    """A read that hands out all sources."""
+
+    def __call__(self, sources):
+        return tuple(sources)
+
+
+def ones(value=1.0, dtype=torch.float32):
+    return torch.full((2, 3), value, dtype=dtype)
+
+
+def test_reads_see_finished_blocks_and_then_the_sum():
+    stream, out = BlockStream(ones(1)), Adds()
+    stream.close_block()
+    stream.write(ones(2), out, "conv", "batch")
+    assert out.calls == []  # left undone until something reads
+    first, sum_ = stream.read(Sees())
+    assert torch.equal(first, ones(1))
+    assert torch.equal(sum_, ones(2))
+    stream.write(ones(3), out, "conv", "batch", ends_layer=True)
+    stream.write(ones(4), out, "conv", "batch")
+    assert [source[0, 0].item() for source in stream.read(Sees())] == [1, 9]
+    stream.close_block()
+    stream.write(ones(5), out, "conv", "batch")
+    assert [source[0, 0].item() for source in stream.read(Sees())] == [1, 9, 5]
+    assert [dtype for dtype, _, _ in out.calls] == [None, torch.float32, torch.float32, None]
+
+
+def test_the_sum_is_rounded_once_a_layer():
+    """1 + 2^-8 needs fp32: bf16 has eight bits, and would round it back to 1, twice."""
+    stream, out, small = BlockStream(ones(1, torch.bfloat16)), Adds(), ones(2**-8)
+    stream.write(small, out, "conv", "batch")
+    (sum_,) = stream.read(Sees())
+    assert sum_.dtype == torch.float32
+    assert torch.equal(sum_, ones(1 + 2**-8))
+    stream.write(small, out, "conv", "batch", ends_layer=True)
+    (sum_,) = stream.read(Sees())
+    assert sum_.dtype == torch.bfloat16
+    assert torch.equal(sum_, ones(1 + 2**-7, torch.bfloat16))
+
+
+def test_a_write_is_settled_in_its_own_batch():
+    stream, out = BlockStream(ones()), Adds()
+    stream.write(ones(), out, "conv a", "visit a")
+    stream.write(ones(), out, "conv b", "visit b")
+    stream.current()
+    assert [call[1:] for call in out.calls] == [("conv a", "visit a"), ("conv b", "visit b")]
+
+
+def test_resume_forgets_sums_but_settles_what_was_left_undone():
+    stream, out = BlockStream(ones(1)), Adds()
+    stream.close_block()
+    stream.write(ones(2), out, "conv", "batch", ends_layer=True)
+    place = stream.place()
+    stream.close_block()
+    stream.write(ones(3), out, "conv", "batch")
+    stream.resume(place)
+    assert len(out.calls) == 2  # the state of the undone convolution is written all the same
+    assert [source[0, 0].item() for source in stream.read(Sees())] == [1, 2]
+    assert [tensor[0, 0].item() for tensor in stream.tensors()] == [2, 1]
+    assert len(place.blocks) == 1
+
+
+def test_mixtures_have_one_result_a_query_and_published_shapes():
+    one, three = BlockMix(8, 1, 1e-6, CPU), BlockMix(8, 3, 1e-6, CPU)
+    assert one.slots()["query"].whole == (8,)
+    assert three.slots()["query"].whole == (3, 8)
+    three.slots()["query"].fill(torch.randn(3, 8))
+    sources = [torch.randn(4, 8), torch.randn(4, 8)]
+    results = three(sources)
+    assert len(results) == 3
+    for n, result in enumerate(results):
+        one.slots()["query"].fill(three.queries[n])
+        torch.testing.assert_close(one(sources)[0], result)
+
+
+def test_a_layer_without_mixture_reads_the_sum():
+    assert all(torch.equal(x, ones(2)) for x in RunningSum(3)([ones(1), ones(2)]))
+    assert RunningSum(1).slots() == {}
