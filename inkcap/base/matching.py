@@ -110,10 +110,16 @@ class Compiler:
     """Compiles grammars over one vocabulary in threads of its own, and keeps what it compiled."""
 
     def __init__(self, ranks: Mapping[bytes, int]) -> None:
-        """`ranks`: bytes to id, of all ordinary tokens. Control tokens are no part of any text, so no grammar has them."""
+        """`ranks`: bytes to id, of all ordinary tokens. Control tokens are part of no text, so no grammar has them.
+
+        llguidance wants one for the end, whose name is such that no grammar can spell it.
+        """
         self.ids = ranks
+        self.pieces = [b""] * ORDINARY  # what each token stands for
+        for piece, token in ranks.items():
+            self.pieces[token] = piece
         self._tokenizer = llguidance.LLTokenizer.from_tiktoken(  # pyright: ignore[reportAttributeAccessIssue]
-            encoder=dict(ranks), special_tokens={"<|end|>": END_TURN}, pattern=SPLIT, eos_token=END_TURN, n_vocab=VOCAB
+            encoder=dict(ranks), special_tokens={"end": END_TURN}, pattern=SPLIT, eos_token=END_TURN, n_vocab=VOCAB
         )
         self._limits = limits()
         self._lock = threading.Lock()
@@ -177,8 +183,8 @@ class _Bytes:
 
     eos_token_id = 256
     bos_token_id = None
-    tokens = (*(bytes((byte,)) for byte in range(256)), b"<|end|>")
-    special_token_ids = ()  # a grammar that names a control token is refused
+    tokens = (*(bytes((byte,)) for byte in range(256)), b"end")
+    special_token_ids = (256,)
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())

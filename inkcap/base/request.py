@@ -4,6 +4,8 @@ from enum import StrEnum
 
 from msgspec import Struct, field
 
+from inkcap.base.turn import TurnRules
+
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to continue a prompt. Names and defaults follow the field's offline APIs.
@@ -44,6 +46,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     seed: int  # 0 <= seed < 2**63
     max_tokens: int  # resolved: len(token_ids) + max_tokens <= the engine's max_length
     bad_words_ids: list[list[int]] = field(default_factory=list)
+    rules: TurnRules | None = None  # what the answer may be; None: anything
     priority: int = 0  # smaller goes first
     salt: str = ""  # separates prefix-cache contents: tenant, adapter, media
     arrival: float = 0.0  # time.time() at the client

@@ -3,6 +3,7 @@
 from msgspec import Struct, field
 
 from inkcap.base.request import Logprobs, SamplingParams
+from inkcap.base.turn import TurnRules
 
 
 class RowSetup(Struct, frozen=True, kw_only=True):
@@ -14,6 +15,7 @@ class RowSetup(Struct, frozen=True, kw_only=True):
     params: SamplingParams
     seed: int
     bad_words_ids: list[list[int]] = field(default_factory=list)
+    rules: TurnRules | None = None  # what the answer may be; None: anything
 
 
 class Chunk(Struct, frozen=True, array_like=True, tag=True):
@@ -66,6 +68,7 @@ class RowResult(Struct, frozen=True, array_like=True):
     tokens: list[int]  # accepted tokens, oldest first; empty when the entry did not sample
     logprobs: list[Logprobs] | None = None  # one per token, when the row asked for them
     prompt_logprobs: list[Logprobs] | None = None  # of prompt tokens start+1 .. stop, when the row asked for them
+    error: str | None = None  # why the row cannot go on
 
 
 class StepResult(Struct, frozen=True, kw_only=True):

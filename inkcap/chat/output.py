@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from inkcap.base.request import Finish, Logprobs, SamplingParams, TokenDelta
-from inkcap.chat.detok import Detokenizer
 from inkcap.base.turn import Start
+from inkcap.chat.detok import Detokenizer
 from inkcap.chat.parse import Content, Event, Parser, Thought
 from inkcap.chat.render import Rendered
 from inkcap.chat.stops import StopStrings

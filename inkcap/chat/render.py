@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from inkcap.base.errors import BadRequest, NotBuiltYet
+from inkcap.base.turn import Start
 from inkcap.chat import tokens
 from inkcap.chat.effort import PREFIX, format_effort, states_effort
-from inkcap.base.turn import Start
 from inkcap.chat.tokens import Tokenizer
 from inkcap.chat.tools import DECLARE, call_payload, declaration, read_arguments
 

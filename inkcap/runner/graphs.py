@@ -11,6 +11,7 @@ beyond R name the table's spare row, which has one token and no blocks, so they 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -24,8 +25,10 @@ from inkcap.models.base import Model
 from inkcap.ops.dispatch import OPS, Op
 from inkcap.ops.rows.ref import append_tokens, newest
 from inkcap.ops.values import GroupView, Packing
+from inkcap.runner.guides import Guides
 from inkcap.runner.table import COLUMNS, RowTable
 from inkcap.runner.transfer import upload
+from inkcap.sampling.guide import allow
 from inkcap.sampling.sampler import Sampled, Sampler
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens of a captured step
@@ -87,10 +90,11 @@ class Graphs:
         table: RowTable,
         planes: Sequence[Mapping[str, tuple[Tensor, ...]]],
         sampler: Sampler,
+        guides: Guides,
         longest: int,
     ) -> None:
         """For rows up to `longest` tokens. The table has a spare row, and its tensors stay where they are."""
-        self.model, self.table, self.planes, self.sampler = model, table, planes, sampler
+        self.model, self.table, self.planes, self.sampler, self.guides = model, table, planes, sampler, guides
         self.spare = table.rows
         self.sizes = [size for size in SIZES if size < table.rows] + [min(table.rows, SIZES[-1])]
         self.bounds = bounds_up_to(longest)
@@ -100,7 +104,6 @@ class Graphs:
         self.columns = {name: torch.zeros(most, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
         self.logits = torch.zeros(most, model.vocab_size, dtype=torch.float32, device=device)
         self.drawn = torch.zeros(most, dtype=torch.int64, device=device)
-        self.sound = torch.ones(most, dtype=torch.bool, device=device)
         self.forwards: dict[tuple[int, int], Replays] = {}
         self.draws: dict[int, Replays] = {}
 
@@ -139,14 +142,17 @@ class Graphs:
         bound = next(bound for bound in self.bounds if bound >= longest)
         self._list(rows)
         self.forwards[size, bound].replay()
+        masks = self.guides.masks(rows)  # filled while the forward runs
         if any(row in table.extras or table.setup(row).params.logprobs is not None for row in rows):
             # these need more than the graph has; nothing waits, so it is queued while the forward runs
-            sampled = self.sampler.draw(self.logits[:count], table.draws(rows))
+            sampled = self.sampler.draw(self.logits[:count], replace(table.draws(rows), masks=masks))
             table.append(rows, sampled.tokens)
             return sampled
+        if masks is not None:
+            allow(self.logits[:count], masks)
         self.draws[size].replay()
         table.note(rows, self.drawn)
-        return Sampled(self.drawn[:count], self.sound[:count], [], None)
+        return Sampled(self.drawn[:count], [], None)
 
     def _list(self, rows: list[int]) -> None:
         """Tell the device which rows run, unless it knows."""
@@ -183,10 +189,9 @@ class Graphs:
         """Tokens of the first `size` rows listed, added to the rows."""
         table, rows = self.table, self.rows[:size]
         columns = {name: column[:size] for name, column in self.columns.items()}
-        drawn, sound = self.sampler.plain(self.logits[:size], columns, table.lengths[rows.long()])
+        drawn = self.sampler.plain(self.logits[:size], columns, table.lengths[rows.long()])
         append_tokens(rows, drawn, table.tokens, table.lengths, self.spare)
         self.drawn[:size] = drawn
-        self.sound[:size] = sound
 
 
 def bounds_up_to(longest: int) -> list[int]:

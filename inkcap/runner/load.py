@@ -1,13 +1,15 @@
 """From a configuration to a rank that is ready: device, threads, checkpoint, model, memory."""
 
 import os
+from pathlib import Path
 
 import torch
 
 from inkcap.base.checkpoint import find_checkpoint, read_eos_ids
 from inkcap.base.config import EngineConfig
-from inkcap.base.errors import ConfigInvalid
+from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid
 from inkcap.base.log import logger
+from inkcap.base.matching import Compiler
 from inkcap.base.sampling import token_rules
 from inkcap.models.registry import load_model
 from inkcap.parallel.comm import Comm
@@ -63,4 +65,13 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
     dtype = dtype_for(config, device)
     model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress)
     rules = token_rules(model.vocab_size, read_eos_ids(directory))
-    return Worker(config, model, comm, device=device, dtype=dtype, rules=rules)
+    return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler_for(directory))
+
+
+def compiler_for(directory: Path) -> Compiler | None:
+    """What holds answers to rules; None where the checkpoint's vocabulary is not the one that rules are about."""
+    try:
+        return Compiler.load(directory)
+    except (CheckpointUnreadable, CheckpointMismatch) as error:
+        logger.info("answers cannot be held to rules (tools, JSON): %s", error)
+        return None

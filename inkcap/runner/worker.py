@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import EngineFault
 from inkcap.base.log import logger
+from inkcap.base.matching import Compiler
 from inkcap.base.request import EngineInfo, Logprobs
 from inkcap.base.sampling import TokenRules, token_rules
 from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
@@ -20,6 +21,7 @@ from inkcap.ops.dispatch import bind
 from inkcap.parallel.comm import Comm
 from inkcap.runner.build import Step, build
 from inkcap.runner.graphs import Graphs, Recorder
+from inkcap.runner.guides import Guides
 from inkcap.runner.memory import budget, measure_step, plan_for
 from inkcap.runner.table import RowTable
 from inkcap.runner.transfer import Download
@@ -39,6 +41,7 @@ class Launched:
     sampled: Sampled | None  # None: nothing was drawn
     back: Download  # of `sampled.numbers`
     prompts: dict[int, list[Logprobs]]  # by entry of the work
+    failed: dict[int, str]  # rows that cannot go on, and why
 
     def finish(self) -> StepResult:
         """Wait for the step; from any thread. Raises EngineFault, naming the step, when something in it failed."""
@@ -55,6 +58,8 @@ class Launched:
                         found[place] = [entry]
         rows = [
             RowResult(work.row, drawn[place], found[place], self.prompts.get(place))
+            if work.row not in self.failed
+            else RowResult(work.row, [], error=self.failed[work.row])
             for place, work in enumerate(plan.work)
         ]
         return StepResult(step=plan.step, rows=rows, seconds=time.perf_counter() - self.began)
@@ -81,11 +86,13 @@ class Worker:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
         rules: TokenRules | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         """Take a built model and make room for its state on `device` (None: the CPU).
 
-        `dtype` is reported only. `rules` defaults to those of the model's vocabulary. All ranks of `comm` construct at
-        the same time. Raises NotEnoughMemory when the cache does not fit.
+        `dtype` is reported only. `rules` defaults to those of the model's vocabulary; `compiler` knows its
+        tokens' bytes, and without it no row may be held to turn rules. All ranks of `comm` construct at the same time.
+        Raises NotEnoughMemory when the cache does not fit.
         """
         self.device = device or torch.device("cpu")
         bind(self.device, config.ops)
@@ -106,6 +113,7 @@ class Worker:
         room = {"capacity": self.max_length + 1, "spare": 1} if gpu else {}
         self.table = RowTable(config.sched.rows, sizes, model.vocab_size, self.rules, self.device, **room)
         self.sampler = Sampler(self.rules.banned, self.device)
+        self.guides = Guides(compiler, self.device)
         self.graphs = self._capture() if gpu and config.model.graphs else None
 
     @property
@@ -140,24 +148,27 @@ class Worker:
         table = self.table
         table.close(plan.closed)
         table.open(plan.opened)
+        self.guides.close(plan.closed)
+        self.guides.open(plan.opened)
         table.place(plan.blocks)
         self.arena.copy(plan.moves)
         if not plan.work:
-            return Launched(plan, began, [], None, Download([]), {})
+            return Launched(plan, began, [], None, Download([]), {}, {})
         if self.graphs is not None and self.graphs.fit(plan):
             sampled = self.graphs.run(plan)
+            self.guides.drawn([work.row for work in plan.work], sampled.tokens)
             every = [*range(len(plan.work))]
-            return Launched(plan, began, every, sampled, Download(sampled.numbers), {})
+            return Launched(plan, began, every, sampled, Download(sampled.numbers), {}, {**self.guides.failed})
         step = build(plan, table, self.arena.planes)
         hidden = self.model.forward(step.batch)  # [T, D]
         prompts = self._prompt_logprobs(plan, step, hidden)
         sampled = self._sample(plan, step, hidden) if step.sampling else None
         back = Download(sampled.numbers if sampled is not None else [])
-        return Launched(plan, began, step.sampling, sampled, back, prompts)
+        return Launched(plan, began, step.sampling, sampled, back, prompts, {**self.guides.failed})
 
     def _capture(self) -> Graphs | None:
         """Decode steps as graphs; None, which is logged, where this model has ops without a kernel."""
-        graphs = Graphs(self.model, self.table, self.arena.planes, self.sampler, self.max_length)
+        graphs = Graphs(self.model, self.table, self.arena.planes, self.sampler, self.guides, self.max_length)
         if missing := graphs.host_bound():
             logger.warning("decode steps are not captured: no kernel here for %s", ", ".join(missing))
             return None
@@ -168,8 +179,10 @@ class Worker:
         """Draw for the entries of the work that sample, and add what was drawn to their rows."""
         rows = [plan.work[place].row for place in step.sampling]
         logits = self.model.head(hidden[step.batch.sampled])  # [S, V]
-        sampled = self.sampler.draw(logits, self.table.draws(rows))
+        draws = replace(self.table.draws(rows), masks=self.guides.masks(rows))
+        sampled = self.sampler.draw(logits, draws)
         self.table.append(rows, sampled.tokens)
+        self.guides.drawn(rows, sampled.tokens)
         return sampled
 
     def _prompt_logprobs(self, plan: StepPlan, step: Step, hidden: Tensor) -> dict[int, list[Logprobs]]:

@@ -43,3 +43,4 @@ class Draws:
     logprobs: list[int | None]  # alternatives wanted with each
     extras: dict[int, RowExtras] = field(default_factory=dict)  # by place in 0 .. S - 1
     known: dict[int, Tensor] = field(default_factory=dict)  # the row's tokens [length] int32, for places with extras
+    masks: Tensor | None = None  # [S, WORDS] int32: what rules allow; None: everything

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from inkcap.base.request import Logprobs
 from inkcap.ops.sample.ref import penalize, sample
+from inkcap.sampling.guide import allow
 from inkcap.sampling.logprobs import Scored, entries, score
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
 
@@ -16,23 +17,23 @@ from inkcap.sampling.rows import BadWords, Draws, RowExtras
 class Sampled:
     """One token a row, and what was asked about it, where the logits are."""
 
-    tokens: Tensor  # [S] int64
-    sound: Tensor  # [S] bool: the row's logits were numbers
+    tokens: Tensor  # [S] int64; -1 where the row's logits are not numbers
     wanted: list[int]  # places of rows that asked for log-probabilities
     scored: Scored | None  # of these, from the logits before masks, penalties and temperature; None: nobody asked
 
     @property
     def numbers(self) -> list[Tensor]:
         """What `collect` reads on the host."""
-        return [self.tokens, self.sound, *(self.scored.numbers if self.scored is not None else ())]
+        return [self.tokens, *(self.scored.numbers if self.scored is not None else ())]
 
     def collect(self, numbers: Sequence[Tensor]) -> tuple[list[int], list[Logprobs | None]]:
         """Tokens and log-probabilities of each row, from `numbers` on the host.
 
         Raises ValueError when a row's logits are not numbers.
         """
-        tokens, sound, *scores = numbers
-        _check(sound)
+        tokens, *scores = numbers
+        if (tokens < 0).any():
+            raise ValueError("the model gave logits that are not finite")
         found: list[Logprobs | None] = [None] * len(tokens)
         if self.scored is not None:
             for place, entry in zip(self.wanted, entries(self.scored, scores), strict=True):
@@ -46,15 +47,14 @@ class Sampler:
     def __init__(self, banned: Sequence[int], device: torch.device) -> None:
         self.banned = torch.tensor([*banned], dtype=torch.int64, device=device)
 
-    def plain(self, logits: Tensor, columns: Mapping[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`draw` for rows without extras and log-probabilities: tokens and whether a row's logits are numbers, [S].
+    def plain(self, logits: Tensor, columns: Mapping[str, Tensor], positions: Tensor) -> Tensor:
+        """`draw` for rows without extras and log-probabilities: tokens [S], as `ops.sample` gives them.
 
         columns: those of the row table for S rows; positions [S] int64 of the tokens to draw.
         """
         self._ban(logits)
-        sound = logits.amax(1).isfinite()
         heat, seeds = columns["temperature"], columns["seed"]
-        return sample(logits, heat, columns["top_k"], columns["top_p"], columns["min_p"], seeds, positions), sound
+        return sample(logits, heat, columns["top_k"], columns["top_p"], columns["min_p"], seeds, positions)
 
     def _ban(self, logits: Tensor) -> None:
         if len(self.banned):
@@ -63,9 +63,9 @@ class Sampler:
     def draw(self, logits: Tensor, draws: Draws) -> Sampled:
         """Draw from logits [S, V] float32, which are changed in place.
 
-        In this order: log-probabilities are taken; penalties, then biases; banned and disallowed ids, stop ids before
-        `min_tokens` and last ids of bad words are masked; temperature, top-k, top-p, min-p. A row whose stop ids and
-        bad words would leave it no token at all is drawn without these two.
+        In this order: log-probabilities are taken; penalties, then biases; banned ids and what rules forbid, disallowed
+        ids, stop ids before `min_tokens` and last ids of bad words are masked; temperature, top-k, top-p, min-p. A row
+        that would have no token left is drawn without its disallowed ids, or without its stop ids and bad words.
         """
         wanted = [place for place, count in enumerate(draws.logprobs) if count is not None]
         raw = None
@@ -74,21 +74,16 @@ class Sampler:
         for place, extras in draws.extras.items():
             _shift(logits[place], extras)
         self._ban(logits)
+        if draws.masks is not None:
+            allow(logits, draws.masks)
         for place, extras in draws.extras.items():
             _mask(logits[place], extras, draws.known[place])
-        sound = logits.amax(1).isfinite()  # NaN wins every maximum
-        if sound.device.type == "cpu":  # known now; elsewhere `collect` looks
-            _check(sound)
         tokens = sample(logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seeds, draws.positions)
         if raw is None:
-            return Sampled(tokens, sound, wanted, None)
-        own = tokens if len(wanted) == len(tokens) else torch.stack([tokens[place] for place in wanted])
-        return Sampled(tokens, sound, wanted, score(raw, own, [c for c in draws.logprobs if c is not None]))
-
-
-def _check(sound: Tensor) -> None:
-    if not sound.all():
-        raise ValueError("the model gave logits that are not finite")
+            return Sampled(tokens, wanted, None)
+        tokens_of = tokens.clamp(min=0)
+        own = tokens_of if len(wanted) == len(tokens) else torch.stack([tokens_of[place] for place in wanted])
+        return Sampled(tokens, wanted, score(raw, own, [c for c in draws.logprobs if c is not None]))
 
 
 def _shift(logits: Tensor, extras: RowExtras) -> None:
@@ -102,7 +97,8 @@ def _shift(logits: Tensor, extras: RowExtras) -> None:
 def _mask(logits: Tensor, extras: RowExtras, known: Tensor) -> None:
     """Mask one row [V] in place. known: [length] int32, the row's tokens."""
     if extras.forbidden is not None:
-        logits.masked_fill_(extras.forbidden, -torch.inf)
+        left = logits.masked_fill(extras.forbidden, -torch.inf)
+        logits.copy_(torch.where(left.isneginf().all(), logits, left))
     early = extras.stops is not None and len(known) < extras.stops_from
     if not early and extras.bad_words is None:
         return

@@ -297,6 +297,7 @@ class Scheduler:
                     params=request.params,
                     seed=request.seed,
                     bad_words_ids=request.bad_words_ids,
+                    rules=request.rules,
                 )
             )
             if seq.served == 0:
@@ -402,6 +403,8 @@ class Scheduler:
                     stay.computed = computed
                 else:
                     self.manager.advance(stay, computed)
+            if row.error is not None:
+                finish = Finish.ERROR
             if finish is not None:
                 deltas.append(self._full_delta(seq, row, gained, finish))
                 self._end(seq, finish)
@@ -424,6 +427,7 @@ class Scheduler:
             stop_token=seq.tokens[-1] if finish is Finish.STOP else None,
             cached_tokens=seq.cached_tokens,
             prompt_logprobs=seq.prompt_logprobs,
+            error=row.error,
         )
         seq.cached_tokens = None
         seq.prompt_logprobs = None

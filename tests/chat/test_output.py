@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkcap.base.request import Finish, Logprobs, SamplingParams, TokenDelta
-from inkcap.chat.output import Answer, ChatDelta, ChatOutput, LogprobReader, TextDelta, TextOutput
 from inkcap.base.turn import Start
+from inkcap.chat.output import Answer, ChatDelta, ChatOutput, LogprobReader, TextDelta, TextOutput
 from inkcap.chat.parse import Content, Thought
 from inkcap.chat.render import Rendered
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_OF_TEXT, END_TURN, MODEL, TEXT, THINKING, USER, Tokenizer

@@ -46,7 +46,9 @@ def with_graphs(rows: int = 6):
     worker = make_worker(CPU, graphs=True, rows=rows)
     old = worker.table
     worker.table = RowTable(rows, old.groups, old.vocab_size, old.rules, CPU, capacity=worker.max_length + 1, spare=1)
-    worker.graphs = Graphs(worker.model, worker.table, worker.arena.planes, worker.sampler, worker.max_length)
+    worker.graphs = Graphs(
+        worker.model, worker.table, worker.arena.planes, worker.sampler, worker.guides, worker.max_length
+    )
     worker.graphs.capture(Reruns())
     return worker
 
