@@ -17,9 +17,11 @@ def main() -> None:
         name = path.relative_to(ROOT / "inkcap").as_posix()
         packages[name.split("/")[0] if "/" in name else "(entry points)"] += lines
         files.append((lines, name))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
-                functions.append((node.end_lineno - node.lineno + 1, f"{name}:{node.lineno} {node.name}"))
+        functions += [
+            (node.end_lineno - node.lineno + 1, f"{name}:{node.lineno} {node.name}")
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno
+        ]
     print(f"{sum(packages.values())} lines:", ", ".join(f"{name} {count}" for name, count in packages.most_common()))
     for title, rows in (("longest files", files), ("longest functions", functions)):
         print(f"{title}:")
