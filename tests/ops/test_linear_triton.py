@@ -23,8 +23,8 @@ def test_chunks_cover_a_row():
     assert chunks(8200) == (0, 0)  # left to the library
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 11), (96, 8), (7, 5), (8200, 3)])
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 11), (300, 70), (7, 5), (8200, 3)])
 def test_project(tokens, inputs, outputs):
     x, norm, weight = torch.randn(tokens, inputs), torch.rand(inputs) + 0.5, torch.randn(outputs, inputs)
     got = project_triton(Normed(x, norm, 1e-2), weight)

@@ -22,6 +22,17 @@ def test_route_sink(tokens, experts, shared, top_k):
     test_router.test_route_sink(tokens, experts, shared, top_k)
 
 
+def test_many_tokens_go_to_the_library(monkeypatch):
+    monkeypatch.setattr("inkcap.ops.router.triton.FEW", 1)
+    test_router.test_route_sink(5, 13, 2, 4)
+
+
+def test_rows_in_parts():
+    x, weight = Normed(torch.randn(3, 600), torch.ones(600), 1e-6), torch.randn(70, 600) / 24
+    got = route_sigmoid_triton(x, weight, torch.zeros(70), top_k=2, route_scale=1.0)
+    assert torch.equal(got.choice, (x.tensor() @ weight.t()).topk(2).indices)
+
+
 def test_route_sink_gives_equal_scores_to_the_lowest_index():
     test_router.test_route_sink_gives_equal_scores_to_the_lowest_index()
 

@@ -1,5 +1,5 @@
-"""Products on a GPU. One row: kernels that stream the weights, with all that surrounds the product inside. More rows:
-the library's product, with the norm before it and the convolution behind it as kernels.
+"""Products on a GPU. One row: kernels that stream the weights, with all that surrounds the product inside. A few: in
+parts, which the convolution's kernel sums. More: the library's product, norm before it and convolution behind it.
 
 One row is normed without rounding the normed row in between; everything else rounds where the reference does.
 """
@@ -12,9 +12,13 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.linear.device import chunks, fetch_all, multiply
+from inkcap.ops.linear.few import in_parts, settle_kernel, sum_parts
 from inkcap.ops.linear.ref import logits, project, settle
 from inkcap.ops.sconv.triton import convolve, finish, history
 from inkcap.ops.values import GroupView, Normed, Packing
+
+FEW = 16  # rows that are multiplied in parts
+LARGE = 8192  # rows of a matrix that are left to the library then
 
 
 @triton.jit
@@ -71,6 +75,12 @@ def tile(rows: int, length: int) -> tuple[int, int]:
     return (8, 4) if length > 1024 else (8, 2)
 
 
+def few(rows: Tensor, weight: Tensor) -> bool:
+    """Whether a product is one of a few rows. The parts of a large matrix would cost more than they save."""
+    fits = 1 < len(rows) <= FEW and len(weight) <= LARGE and weight.stride(1) == rows.stride(1) == 1
+    return fits and rows.dtype == weight.dtype
+
+
 def streams(rows: Tensor, weight: Tensor) -> bool:
     """Whether a product has one row and a matrix that the kernels for one row take."""
     return len(rows) == 1 and chunks(weight.shape[1])[1] > 0 and weight.stride(1) == 1 and rows.stride(1) == 1
@@ -95,7 +105,8 @@ def project_triton(rows: Normed, weight: Tensor) -> Tensor:
     """`project` of the reference."""
     x = rows.rows
     if not streams(x, weight):
-        return F.linear(rows.tensor(), weight)
+        normed = rows.tensor()
+        return sum_parts(in_parts(normed, weight), rows.dtype) if few(normed, weight) else F.linear(normed, weight)
     out = torch.empty(1, len(weight), dtype=rows.dtype, device=x.device)
     if rows.normed is not None:
         return row_product(rows.normed, rows.weight, rows.eps, weight, out, normed=False, scale=1.0, cap=None)
@@ -116,13 +127,24 @@ def settle_triton(
     conv_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """`settle` of the reference. It leaves no sums of squares: a consumer has the whole row at hand anyway."""
-    if not streams(rows, weight):
+    if not streams(rows, weight) and not (few(rows, weight) and packing.widest == 1):
         return convolve(F.linear(rows, weight), taps, view, packing, plane, conv_scale, residual, before=scale), None
     (channels, length), state, on = weight.shape, view.planes[plane], pdl.supported(rows.device)
+    out = torch.empty(len(rows), channels, dtype=rows.dtype if residual is None else residual.dtype, device=rows.device)
+    base = rows if residual is None else residual.contiguous()
+    if len(rows) > 1:
+        parts = in_parts(rows, weight)
+        settle_kernel[(len(rows), triton.cdiv(channels, 512))](
+            parts, base, out, taps, state, view.table, view.slots, packing.row_of, packing.positions,
+            rows if scale is None else scale, conv_scale, len(rows), channels,
+            state.stride(0), state.stride(1), view.table.stride(0), taps.stride(0), taps.stride(1), rows,
+            taps.shape[1], view.block, scale is not None, residual is not None, len(parts), 512, on,
+            num_warps=4, **pdl.launch(on),
+        )  # fmt: skip
+        return out, None
     (bn, warps), (bk, number) = tile(channels, length), chunks(length)
-    out = torch.empty(1, channels, dtype=rows.dtype if residual is None else residual.dtype, device=rows.device)
     settle_row[(triton.cdiv(channels, bn),)](
-        rows, weight, rows if residual is None else residual, out, taps,
+        rows, weight, base, out, taps,
         state, view.table, view.slots, packing.row_of, packing.positions,
         rows if scale is None else scale, conv_scale, channels, weight.stride(0),
         state.stride(0), state.stride(1), view.table.stride(0), taps.stride(0), taps.stride(1),

@@ -1,5 +1,5 @@
-"""Routing on a GPU. One token: product and choice in one launch, the program that ends last chooses. More tokens: the
-library's product with fp32 results, then one program a token.
+"""Routing on a GPU. One token: product and choice in one launch, the program that ends last chooses. A few: products of
+parts of the rows, which one program a token sums before it chooses. Many: the library's product with fp32 results.
 
 Products of bf16 are exact in fp32, so both equal the reference's fp32 product up to the order of its sum; one token is
 normed without rounding the normed row in between.
@@ -15,26 +15,37 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.linear.device import chunks, fetch_all, multiply
+from inkcap.ops.linear.few import in_parts
 from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import Normed, Routed
 
 ROWS = 2  # of a program that multiplies one token
 WARPS = 8
+FEW = 64  # tokens that are multiplied in parts
 
 
 @triton.jit
 def choose(
-    logits, bias, global_scale, choice, weights, gammas, route_scale,
-    E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
+    logits, next_part, bias, global_scale, choice, weights, gammas, route_scale,
+    PARTS: tl.constexpr, E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr,
+    BE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One token's choice among fp32 logits [E + S]. A token of NaN (padding may be) chooses experts that exist."""
+    """One token's choice among fp32 logits [E + S], a sum of PARTS that are `next_part` apart.
+
+    A token of NaN, as padding may be, chooses experts that exist.
+    """
     e = tl.arange(0, BE)
     place = tl.arange(0, BP)
     logit = tl.load(logits + e, mask=e < E, other=0.0, cache_modifier=".cg")
+    # places 0 .. TOP are the chosen experts, the S behind them the shared ones
+    behind = (place >= TOP) & (place < TOP + S)
+    picked = tl.load(logits + E - TOP + place, mask=behind, other=0.0, cache_modifier=".cg")
+    for part in tl.static_range(1, PARTS):
+        at = logits + part * next_part
+        logit += tl.load(at + e, mask=e < E, other=0.0, cache_modifier=".cg")
+        picked += tl.load(at + E - TOP + place, mask=behind, other=0.0, cache_modifier=".cg")
     score = tl.sigmoid(logit) + tl.load(bias + e, mask=e < E, other=0.0)
     score = tl.where(e < E, score, float("-inf"))
-    # places 0 .. TOP are the chosen experts, the S behind them the shared ones
-    picked = tl.load(logits + E - TOP + place, mask=(place >= TOP) & (place < TOP + S), other=0.0, cache_modifier=".cg")
     expert = tl.zeros([BP], tl.int32)
     for k in tl.static_range(TOP):
         best = tl.minimum(tl.argmax(score, 0), E - 1)
@@ -44,15 +55,15 @@ def choose(
     if SINK:
         log = tl.minimum(picked, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(picked)))  # of the sigmoid, which may underflow
         log = tl.where(place < TOP + S, log, float("-inf"))
-        part = tl.exp(log - tl.max(log, 0))
-        weight = part / tl.sum(part, 0) * (route_scale * tl.load(global_scale))
+        share = tl.exp(log - tl.max(log, 0))
+        weight = share / tl.sum(share, 0) * (route_scale * tl.load(global_scale))
     else:
-        part = tl.where(place < TOP, tl.sigmoid(picked), 0.0)
-        weight = part / (tl.sum(part, 0) + 1e-20) * route_scale
+        share = tl.where(place < TOP, tl.sigmoid(picked), 0.0)
+        weight = share / (tl.sum(share, 0) + 1e-20) * route_scale
     tl.store(choice + place, expert.to(tl.int64), mask=place < TOP)
     tl.store(weights + place, weight, mask=place < TOP)
     if S > 0:
-        tl.store(gammas - TOP + place, weight, mask=(place >= TOP) & (place < TOP + S))
+        tl.store(gammas - TOP + place, weight, mask=behind)
 
 
 @triton.jit
@@ -71,21 +82,21 @@ def route_row(
     tl.debug_barrier()  # all of the program's stores before its arrival
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(arrived, 0)
-        choose(logits, bias, global_scale, choice, weights, gammas, route_scale, E, S, TOP, SINK, BE, BP)
+        choose(logits, 0, bias, global_scale, choice, weights, gammas, route_scale, 1, E, S, TOP, SINK, BE, BP)
 
 
 @triton.jit
 def choose_rows(
-    logits, bias, global_scale, choice, weights, gammas, route_scale,
-    E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, bias, global_scale, choice, weights, gammas, route_scale, next_part,
+    PARTS: tl.constexpr, E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr,
+    BE: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.wait(PDL)
     pdl.trigger(PDL)
     t = tl.program_id(0).to(tl.int64)
     choose(
-        logits + t * (E + S), bias, global_scale, choice + t * TOP, weights + t * TOP, gammas + t * S, route_scale,
-        E, S, TOP, SINK, BE, BP,
+        logits + t * (E + S), next_part, bias, global_scale, choice + t * TOP, weights + t * TOP, gammas + t * S,
+        route_scale, PARTS, E, S, TOP, SINK, BE, BP,
     )  # fmt: skip
 
 
@@ -118,13 +129,17 @@ def route(
             num_warps=WARPS, **pdl.launch(on),
         )  # fmt: skip
     elif tokens:
-        normed = rows.tensor()
-        if normed.dtype == weight.dtype != torch.float32:
+        normed, parts = rows.tensor(), 1
+        if tokens <= FEW and normed.stride(1) == weight.stride(1) == 1 and normed.dtype == weight.dtype:
+            logits = in_parts(normed, weight)
+            parts = len(logits)
+        elif normed.dtype == weight.dtype != torch.float32:
             logits = torch.mm(normed, weight.t(), out_dtype=torch.float32)
         else:
             logits = F.linear(normed.float(), weight.float())
         choose_rows[(tokens,)](
-            logits, bias, scale, choice, weights, gammas, route_scale, experts, shared, top_k, sink, *blocks, on,
+            logits, bias, scale, choice, weights, gammas, route_scale, tokens * every,
+            parts, experts, shared, top_k, sink, *blocks, on,
             num_warps=1, **pdl.launch(on),
         )  # fmt: skip
     return Routed(choice, weights, gammas)

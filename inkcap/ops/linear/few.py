@@ -1,0 +1,107 @@
+"""Products of a few rows: a program multiplies all rows with a tile of weights, and whoever needs the product sums.
+
+The tile's weights are asked for at once and before the rows are known, like those of one row; its rows are few elements
+long, so that there are many programs. Sums go in order of the parts, so a row's result depends on no other row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkcap.ops import pdl
+from inkcap.ops.sconv.triton import finish, history
+
+ROWS, LENGTH = 64, 256  # of a tile of weights
+
+
+@triton.jit
+def part_kernel(
+    x, w, parts, tokens, rows, x_stride, w_stride,
+    K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile [tokens, BN] of one part of a product [parts, tokens, rows]."""
+    pdl.trigger(PDL)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    m = tl.arange(0, BM)
+    held = tl.minimum(n, rows - 1).to(tl.int64)
+    if K % BK == 0:
+        own = tl.load(w + held[:, None] * w_stride + k[None, :], eviction_policy="evict_first")
+    else:
+        own = tl.load(w + held[:, None] * w_stride + k[None, :], mask=(k < K)[None, :], other=0.0)
+    pdl.wait(PDL)
+    mask = (m < tokens)[:, None] & (k < K)[None, :]
+    a = tl.load(x + m[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
+    out = tl.trans(tl.dot(own, tl.trans(a), input_precision="ieee"))
+    to = parts + (tl.program_id(1) * tokens + m)[:, None] * rows + n[None, :]
+    tl.store(to, out, mask=(m < tokens)[:, None] & (n < rows)[None, :])
+
+
+@triton.jit
+def summed(parts, next_part, at, mask, PARTS: tl.constexpr):
+    """fp32 sum over the parts of a product; `at` is the place in each."""
+    total = tl.load(parts + at, mask=mask, other=0.0, cache_modifier=".cg")
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * next_part + at, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def sum_kernel(parts, y, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl.trigger(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pdl.wait(PDL)
+    tl.store(y + at, summed(parts, size, at, at < size, PARTS).to(y.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def settle_kernel(
+    parts, residual, y, taps, plane, table, slots, row_of, positions, scale, conv_scale, tokens, rows,
+    block_stride, token_stride, table_stride, tap_channel, tap_distance, x,
+    W: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sum, convolution and addition for tokens that are alone in their sequences. x gives the product's dtype."""
+    pdl.trigger(PDL)
+    t = tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = n < rows
+    here = t + tl.arange(0, 1)
+    row, position, slot = tl.load(row_of + here), tl.load(positions + here), tl.load(slots + here)
+    past = history(
+        plane, table, taps, row, position, n, mask, block_stride, token_stride, table_stride,
+        tap_channel, tap_distance, BLOCK, W,
+    )  # fmt: skip
+    own_tap = tl.load(taps + n * tap_channel + (W - 1) * tap_distance, mask=mask, other=0.0)
+    pdl.wait(PDL)
+    out = summed(parts, tokens * rows, t * rows + n, mask, PARTS).to(x.dtype.element_ty)
+    if SCALED:
+        out = (out.to(tl.float32) * tl.load(scale)).to(out.dtype)
+    out = finish(out, past, own_tap, conv_scale, plane, slot, n, mask, block_stride, token_stride, BLOCK).to(tl.float32)
+    if RESIDUAL:
+        out += tl.load(residual + t * rows + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + t * rows + n, out.to(y.dtype.element_ty), mask=mask)
+
+
+def in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] times `weight` [N, K] as fp32 parts [P, T, N], whose sum it is. Rows must be contiguous."""
+    (rows, length), tokens, on = weight.shape, len(x), pdl.supported(x.device)
+    bk = max(16, min(LENGTH, triton.next_power_of_2(length)))
+    parts = torch.empty(triton.cdiv(length, bk), tokens, rows, dtype=torch.float32, device=x.device)
+    part_kernel[(triton.cdiv(rows, ROWS), len(parts))](
+        x, weight, parts, tokens, rows, x.stride(0), weight.stride(0),
+        length, bk, max(16, triton.next_power_of_2(tokens)), ROWS, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+    return parts
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 parts [P, T, N] to their sum [T, N]."""
+    number, tokens, rows = parts.shape
+    out, on = torch.empty(tokens, rows, dtype=dtype, device=parts.device), pdl.supported(parts.device)
+    sum_kernel[(triton.cdiv(out.numel(), 512),)](
+        parts, out, out.numel(), number, 512, on, num_warps=4, **pdl.launch(on)
+    )
+    return out
