@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from inkcap import __version__
+from inkcap.base.compatible import add_compatible_flags, dashed, read_compatible_flags
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import InkcapError
 from inkcap.base.flags import add_flags, config_from_flags
@@ -38,13 +39,15 @@ def serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model.path", metavar="MODEL", help="a directory or a hub id")
     parser.add_argument("--print-curl", action="store_true", help="print a curl line that works, once it does")
     add_flags(parser)
+    add_compatible_flags(parser)
 
 
 def serve(arguments: argparse.Namespace, rest: list[str]) -> int:
     from inkcap.server.run import run
 
     nothing_left(rest)
-    return run(config_from_flags(arguments), print_curl=arguments.print_curl)
+    notes = read_compatible_flags(arguments)
+    return run(config_from_flags(arguments), print_curl=arguments.print_curl, notes=notes)
 
 
 def generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -152,11 +155,12 @@ COMMANDS = {
 def main(words: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code. Our own errors become one line on stderr and exit code 2."""
     words = list(sys.argv[1:] if words is None else words)
+    words = dashed(words) if words[:1] == ["serve"] else words
     parser = argparse.ArgumentParser(prog="inkcap", description="Serves Thinking Machines Lab's Inkling models.")
     parser.add_argument("--version", action="version", version=f"inkcap {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.summary, description=command.summary)
+        sub = commands.add_parser(name, help=command.summary, description=command.summary, allow_abbrev=False)
         if name in words[:1]:
             command.flags(sub)
     arguments, rest = parser.parse_known_args(words)

@@ -103,6 +103,9 @@ class GenerationDefaults:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
+OVERRIDABLE = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "do_sample"))
+
+
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
     """Default sampling parameters of a checkpoint; all None when it has no generation_config.json.
 
@@ -111,7 +114,11 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     file = directory / "generation_config.json"
     if not file.exists():
         return GenerationDefaults()
-    fields = Fields(read_json(file), "generation_config.json")
+    return parse_generation_defaults(Fields(read_json(file), "generation_config.json"))
+
+
+def parse_generation_defaults(fields: Fields) -> GenerationDefaults:
+    """Default sampling parameters out of a JSON object. Raises CheckpointMismatch for values that are no numbers."""
 
     def number(name: str) -> float | None:
         return None if fields.null(name) else fields.number(name, above=-1.0)
@@ -128,6 +135,36 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
         repetition_penalty=number("repetition_penalty"),
         max_tokens=integer("max_new_tokens"),
     )
+
+
+def choose_generation_defaults(directory: Path, source: str = "auto", override: str = "") -> dict[str, float | int]:
+    """Sampling parameters for requests that give none, by their names.
+
+    `source`: auto (of the checkpoint in `directory`), vllm (none), or another folder. `override`: a JSON object whose
+    values count more. Raises ConfigInvalid, CheckpointUnreadable and CheckpointMismatch.
+    """
+    found: dict[str, float | int] = {}
+    if source != "vllm":
+        folder = directory if source == "auto" else Path(source)
+        if source != "auto" and not (folder / "generation_config.json").exists():
+            raise ConfigInvalid(
+                f"server.generation_config is {source!r}, which has no generation_config.json; "
+                "use auto, vllm or a folder"
+            )
+        found = read_generation_defaults(folder).stated()
+    if override:
+        try:
+            values = json.loads(override)
+        except ValueError as error:
+            raise ConfigInvalid(f"server.generation_override {override!r:.80} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigInvalid(f"server.generation_override {override!r:.80} is not a JSON object")
+        if unknown := sorted(set(values) - OVERRIDABLE):
+            raise ConfigInvalid(
+                f"server.generation_override has {unknown[0]!r:.80}; it may have {', '.join(sorted(OVERRIDABLE))}"
+            )
+        found |= parse_generation_defaults(Fields(values, "server.generation_override")).stated()
+    return found
 
 
 def read_eos_ids(directory: Path) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dtype": (lambda v: v in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
     "device": (lambda v: v in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
     "position": (lambda v: v in ("first", "after-system"), "first or after-system"),
+    "log format": (lambda v: v in ("text", "json"), "text or json"),
+    "tls check": (lambda v: v in (0, 1, 2), "0 (none), 1 (optional) or 2 (required)"),
     "level": (lambda v: v in ("debug", "info", "warning", "error"), "debug, info, warning or error"),
 }
 
@@ -113,7 +115,27 @@ class ServerConfig:
     body_bytes: int = option(64 << 20, "largest request body", flag="--max-body", check="positive", unit="bytes")
     drain_seconds: float = option(30.0, "time that running requests get on SIGTERM", check="not negative")
     stored_responses: int = option(1000, "responses of /v1/responses kept for later requests", check="not negative")
+    generation_config: str = option(
+        "auto", "sampling defaults: auto (of the checkpoint), vllm (none), or a folder with generation_config.json"
+    )
+    generation_override: str = option("", "sampling defaults, as JSON", flag="--override-generation-config")
+    tokenizer_info: bool = option(False, "answer /tokenizer_info", flag="--enable-tokenizer-info-endpoint")
+    docs: bool = option(True, "answer /docs, /redoc and /openapi.json")
+    header_bytes: int = option(65536, "largest request line and headers", check="positive", unit="bytes")
+    header_count: int = option(100, "most headers of a request", check="positive")
+    json_depth: int = option(128, "deepest nesting of a body's JSON", check="positive")
+    ssl_keyfile: str | None = option(None, "TLS key; with --ssl-certfile the server speaks https")
+    ssl_certfile: str | None = option(None, "TLS certificate")
+    ssl_ca_certs: str | None = option(None, "certificates that clients' own are checked with")
+    ssl_cert_reqs: int = option(0, "whether clients need a certificate: 0, 1 (optional) or 2", check="tls check")
+    ssl_ciphers: str | None = option(None, "TLS ciphers")
+    trace_endpoint: str | None = option(
+        None, "send OpenTelemetry traces of requests to this OTLP/HTTP address", flag="--otlp-traces-endpoint"
+    )
     log_level: str = option("info", "debug, info, warning or error", check="level")
+    web_log_level: str = option("warning", "the same, of the HTTP library", flag="--uvicorn-log-level", check="level")
+    log_format: str = option("text", "text, or json: one object a line", check="log format")
+    log_stats: bool = option(True, "a line about load every ten seconds while there is any")
 
 
 @dataclass(frozen=True, kw_only=True)

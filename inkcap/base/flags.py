@@ -30,6 +30,7 @@ SECTIONS: dict[str, type] = {
     "server": ServerConfig,
 }
 BYTE_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+COUNT_UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30}  # as vLLM reads them
 
 
 def parse_bytes(text: str) -> int:
@@ -150,6 +151,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 def _from_text(name: str, text: str, kind: Any) -> Any:
     if kind is int and name.endswith("_bytes"):
         return parse_bytes(text)
+    if kind is int and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", text)):
+        return int(float(found[1]) * COUNT_UNITS[found[2]])
     if kind in (int, float):
         try:
             return kind(text)

@@ -40,7 +40,7 @@ def serve_core(build: Callable[[EngineConfig, Port], tuple[Core, EngineInfo]]) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = read_setup(EngineSetup)
     end_with_parent(setup.folder)
-    start_logging("engine", setup.config.server.log_level)
+    start_logging("engine", setup.config.server.log_level, setup.config.server.log_format)
     port = SocketPort(setup.address)
     try:
         core, info = build(setup.config, port)
@@ -75,7 +75,7 @@ def serve_rank(load: Callable[[RankSetup], Runs]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup = read_setup(RankSetup)
     end_with_parent(setup.folder)
-    start_logging(f"rank {setup.rank}", setup.config.server.log_level)
+    start_logging(f"rank {setup.rank}", setup.config.server.log_level, setup.config.server.log_format)
     folder = Path(setup.folder)
     context = zmq.Context()
     replies = context.socket(zmq.PUSH)

@@ -11,6 +11,7 @@ import logging
 import shlex
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 
@@ -18,8 +19,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from inkcap.base.checkpoint import find_checkpoint, read_generation_defaults
-from inkcap.base.config import EngineConfig
+from inkcap.base.checkpoint import choose_generation_defaults, find_checkpoint
+from inkcap.base.config import EngineConfig, ServerConfig
 from inkcap.base.errors import ConfigInvalid
 from inkcap.base.log import logger, start_logging
 from inkcap.base.request import EngineInfo
@@ -34,12 +35,14 @@ LINGER_SECONDS = 1.0  # for which /health shows 503 after the engine died, so th
 KEEP_ALIVE_SECONDS = 65  # longer than the 60 s that load balancers keep idle connections
 
 
-def run(config: EngineConfig, print_curl: bool = False) -> int:
+def run(config: EngineConfig, print_curl: bool = False, notes: Sequence[str] = ()) -> int:
     """Serve until told to stop; the exit code. `print_curl`: once it answers, print a command that shows it.
 
-    Raises SetupError when it cannot start.
+    `notes`: what is to be said about the configuration. Raises SetupError when it cannot start.
     """
-    start_logging("server", config.server.log_level)
+    start_logging("server", config.server.log_level, config.server.log_format)
+    for note in notes:
+        logger.info("%s", note)
     return uvloop.run(serve_checkpoint(config, print_curl))
 
 
@@ -50,7 +53,9 @@ async def serve_checkpoint(
     model = config.model
     directory = find_checkpoint(model.path, revision=model.revision, download=model.download)
     tokenizer = Tokenizer.load(directory)
-    defaults = read_generation_defaults(directory).stated()
+    server = config.server
+    defaults = choose_generation_defaults(directory, server.generation_config, server.generation_override)
+    check_tls(server)
     listener = listen(config.server.host, config.server.port)
     started = time.monotonic()
     engine = await EngineClient.start(config, program)
@@ -89,12 +94,39 @@ def curl_line(config: EngineConfig, listener: socket.socket, model: str) -> str:
     key = " -H 'Authorization: Bearer '\"$INKCAP_API_KEY\"" if config.server.api_key else ""
     place = address(listener).replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
     data = shlex.quote(json.dumps(body))
-    return f"curl -N http://{place}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {data}"
+    url = f"{scheme(config.server)}://{place}/v1/chat/completions"
+    return f"curl -N {url}{key} -H 'Content-Type: application/json' -d {data}"
+
+
+def scheme(server: ServerConfig) -> str:
+    return "https" if server.ssl_certfile else "http"
+
+
+def check_tls(server: ServerConfig) -> None:
+    """Raise ConfigInvalid for TLS files that cannot be used, before the engine starts."""
+    if server.ssl_certfile is None:
+        if server.ssl_keyfile is not None or server.ssl_ca_certs is not None or server.ssl_cert_reqs:
+            raise ConfigInvalid("TLS is asked for, but there is no certificate: give --ssl-certfile")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password=no_password)
+        if server.ssl_ca_certs is not None:
+            context.load_verify_locations(server.ssl_ca_certs)
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(
+            f"TLS cannot start with certificate {server.ssl_certfile!r} and key {server.ssl_keyfile!r}: {error}"
+        ) from None
+
+
+def no_password() -> str:
+    raise ValueError("the key has a password; give one without")
 
 
 async def serve_app(app: FastAPI, listener: socket.socket) -> int:
     """Serve an application of `create_app` on a bound socket until a signal or the engine's death; the exit code."""
     service: Service = app.state.service
+    options = service.config.server
     settings = uvicorn.Config(
         app,
         http="httptools",
@@ -104,16 +136,23 @@ async def serve_app(app: FastAPI, listener: socket.socket) -> int:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(LAST_ANSWERS_SECONDS),
-        root_path=service.config.server.root_path,
+        root_path=options.root_path,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=options.ssl_cert_reqs,
+        ssl_ciphers=options.ssl_ciphers or "TLSv1",  # which uvicorn takes for the library's own choice
     )
     web_log = logging.getLogger("uvicorn")
     web_log.handlers[:], web_log.propagate = logger.handlers, False
-    web_log.setLevel(logging.WARNING)
+    web_log.setLevel(options.web_log_level.upper())
     server = Server(settings)
     stop, hurry = asyncio.Event(), asyncio.Event()
     with signals(stop, hurry):
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        logger.info("listening on http://%s for %s", address(listener), ", ".join(service.names))
+        logger.info(
+            "listening on %s://%s for %s", scheme(service.config.server), address(listener), ", ".join(service.names)
+        )
         try:
             while not (stop.is_set() or serving.done() or service.engine.fault is not None):
                 await asyncio.sleep(LOOK_SECONDS)
