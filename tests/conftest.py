@@ -1,7 +1,9 @@
 """For all tests: modules beside this file can be imported, memory from torch.empty is NaN until written, and Triton
-kernels run in the interpreter unless the environment says otherwise."""
+kernels run in the interpreter unless the environment says otherwise. Tests in a browser run where Chromium is, and
+where they are asked for with `-m`."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +11,29 @@ import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are declared; scripts/test-gpu sets it to 0
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def leaves_out_browser(config) -> bool:
+    return CHROMIUM is None and "browser" not in config.option.markexpr
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "browser: needs Chromium; left out without it unless -m names this mark")
+
+
+def pytest_collection_modifyitems(config, items):
+    if leaves_out_browser(config):
+        out = [item for item in items if item.get_closest_marker("browser")]
+        items[:] = [item for item in items if not item.get_closest_marker("browser")]
+        config.hook.pytest_deselected(items=out)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if leaves_out_browser(config):
+        terminalreporter.write_line("left out: tests of the page in a browser, since no Chromium was found")
 
 
 def poisoned(make):

@@ -15,18 +15,21 @@ let last = null; // the newest answer
 let running = null; // AbortController of the answer that streams
 let asked = ""; // the last question, for the ↑ key
 
-// The log follows its end unless the reader scrolled away.
+// The log follows its end until the reader scrolls up, and again once they are back there.
 let follows = true;
+let position = 0;
 log.addEventListener("scroll", () => {
-  follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  if (log.scrollHeight - log.scrollTop - log.clientHeight < 40) follows = true;
+  else if (log.scrollTop < position) follows = false; // being away is not enough: text may have come since
+  position = log.scrollTop;
 }, { passive: true });
 let queued = false;
 function follow() {
-  if (!follows || queued) return;
+  if (queued) return;
   queued = true;
   requestAnimationFrame(() => {
     queued = false;
-    log.scrollTop = log.scrollHeight;
+    if (follows) log.scrollTop = log.scrollHeight;
   });
 }
 
