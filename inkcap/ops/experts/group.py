@@ -45,7 +45,7 @@ def lay_out(first, count, expert, start, stop, most, E: tl.constexpr, BE: tl.con
         tl.store(expert + unused + e, -1, mask=unused + e < most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["uses", "most"])
 def group_pairwise(
     choice, order, expert, start, stop, uses, most,
     E: tl.constexpr, BE: tl.constexpr, BU: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
@@ -74,7 +74,7 @@ def group_pairwise(
         tl.store(order + place, mine, mask=mine < uses)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def lay_out_sorted(
     bounds, expert, start, stop, most, E: tl.constexpr, BE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
 ):

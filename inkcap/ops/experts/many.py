@@ -13,7 +13,7 @@ from inkcap.ops.sconv.triton import finish, history
 from inkcap.ops.values import Caps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def grouped_kernel(
     x, w, order, expert, start, stop, y, shared_x, shared_w, gammas, shared_y, rows, tokens, gate_cap, up_cap,
     SHARE: tl.constexpr,  # uses that read the same row of x

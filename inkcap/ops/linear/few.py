@@ -15,7 +15,7 @@ from inkcap.ops.sconv.triton import finish, history
 ROWS, LENGTH = 64, 256  # of a tile of weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def part_kernel(
     x, w, parts, tokens, rows, x_stride, w_stride,
     K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
@@ -55,7 +55,7 @@ def sum_kernel(parts, y, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl
     tl.store(y + at, summed(parts, size, at, at < size, PARTS).to(y.dtype.element_ty), mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def settle_kernel(
     parts, residual, y, taps, plane, table, slots, row_of, positions, scale, conv_scale, tokens, rows,
     block_stride, token_stride, table_stride, tap_channel, tap_distance, x,

@@ -85,7 +85,7 @@ def route_row(
         choose(logits, 0, bias, global_scale, choice, weights, gammas, route_scale, 1, E, S, TOP, SINK, BE, BP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["next_part"])
 def choose_rows(
     logits, bias, global_scale, choice, weights, gammas, route_scale, next_part,
     PARTS: tl.constexpr, E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr,

@@ -47,7 +47,7 @@ def finish(product, past, tap, scale, plane, slot, at, mask, block_stride, token
     return ((own + past + own * tap) * scale).to(product.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def sconv_kernel(
     x, taps, added, residual, y, plane, table, slots, row_of, positions, tokens, x_stride, residual_stride,
     tap_token, tap_group, tap_distance, added_token, added_group, added_distance,
