@@ -9,6 +9,7 @@ from inkcap.ops.linear import triton as linear_triton
 from inkcap.ops.norm import triton as norm_triton
 from inkcap.ops.router import triton as router_triton
 from inkcap.ops.rows import triton as rows_triton
+from inkcap.ops.sample import triton as sample_triton
 from inkcap.ops.sconv import triton as sconv_triton
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "norm_triton",
     "router_triton",
     "rows_triton",
+    "sample_triton",
     "sconv_triton",
 ]

@@ -81,8 +81,9 @@ class Sampler:
         tokens = sample(logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seeds, draws.positions)
         if raw is None:
             return Sampled(tokens, wanted, None)
-        tokens_of = tokens.clamp(min=0)
-        own = tokens_of if len(wanted) == len(tokens) else torch.stack([tokens_of[place] for place in wanted])
+        own = tokens.clamp(min=0)  # a row without a token fails the step anyway
+        if len(wanted) < len(tokens):
+            own = torch.stack([own[place] for place in wanted])
         return Sampled(tokens, wanted, score(raw, own, [c for c in draws.logprobs if c is not None]))
 
 

@@ -34,10 +34,13 @@ def sample_cpu(
     heats: Floats = temperature.numpy()
     width = rows.shape[1]
     keys = noise_keys(seeds.numpy(), positions.numpy()) if heats.any() else np.empty((0, 2), np.uint32)
-    tokens = np.empty(len(rows), dtype=np.int64)
+    tokens = np.full(len(rows), -1, dtype=np.int64)
+    sound = logits.amax(1).isfinite().tolist()
     whole: list[int] = []  # places of rows that draw from all tokens
     limits = zip(heats.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
     for place, (heat, k, p, ratio) in enumerate(limits):
+        if not sound[place]:
+            continue
         if heat == 0:
             tokens[place] = rows[place].argmax()
         elif 0 < k < width or p < 1 or ratio > 0:

@@ -50,16 +50,17 @@ def sample(
     """One token a row: the most likely one where temperature is 0 (ties: lowest id), else a draw.
 
     logits: [S, V] float32, -inf where masked; temperature, top_p (1: off), min_p (0: off): [S] float32; top_k: [S]
-    int32, 0: off; seeds, positions: [S] int64, the position is that of the drawn token. Returns [S] int64. Top-k acts
-    on the distribution at that temperature, top-p on what top-k left, min-p on the ratio to the most likely token.
-    Each keeps whatever ties with the last it keeps.
+    int32, 0: off; seeds, positions: [S] int64, the position is that of the drawn token. Returns [S] int64, -1 where a
+    row's largest logit is not finite or one is no number. Top-k acts on the distribution at that temperature, top-p on
+    what top-k left, min-p on the ratio to the most likely token. Each keeps whatever ties with the last it keeps.
     """
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]  # [S, V]
     keep = scaled >= threshold(scaled, top_k, top_p, min_p)[:, None]
     bits = noise_bits(noise_keys(seeds, positions), torch.arange(logits.shape[1], device=logits.device))
     scores = torch.where(keep, scaled.double() + gumbel(bits), -torch.inf)  # [S, V]
-    return torch.where(greedy, logits.argmax(1), scores.argmax(1))
+    drawn = torch.where(greedy, logits.argmax(1), scores.argmax(1))
+    return torch.where(logits.amax(1).isfinite(), drawn, -1)  # NaN wins every maximum
 
 
 def threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

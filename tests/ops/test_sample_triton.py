@@ -1,0 +1,71 @@
+"""The drawing kernels against the reference, under the interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+from inkcap.ops.sample import triton as kernels
+from inkcap.ops.sample.ref import sample
+from inkcap.ops.sample.triton import sample_triton
+
+SETTINGS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7},
+    {"top_k": 1},
+    {"top_k": 40, "temperature": 1.3},
+    {"top_k": 10**6},
+    {"top_p": 0.5},
+    {"top_p": 0.95, "temperature": 0.6},
+    {"top_p": 1e-9},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "temperature": 1.7},
+]
+
+
+def columns(rows):
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+    return [
+        torch.tensor([row.get(name, default) for row in rows], dtype=dtype)
+        for (name, default), dtype in zip(defaults.items(), dtypes, strict=True)
+    ]
+
+
+def keyed(count, seed=0):
+    made = np.random.default_rng(seed)
+    return torch.from_numpy(made.integers(0, 2**63, count)), torch.from_numpy(made.integers(0, 10**6, count))
+
+
+@pytest.mark.parametrize(("words", "spread"), [(1, 1.0), (131, 0.0), (131, 6.0), (300, 1.0)])
+def test_draws_are_those_of_the_reference(monkeypatch, words, spread):
+    monkeypatch.setattr(kernels, "SPAN", 64)
+    monkeypatch.setattr(kernels, "SEEN", 256)
+    torch.manual_seed(int(spread))
+    settings = SETTINGS
+    logits = torch.randn(len(settings), words) * spread
+    logits[::2] = (logits[::2] * 2).round() / 2  # ties, and both zeros
+    logits[1::3, 5::7] = -torch.inf
+    arguments = (*columns(settings), *keyed(len(settings)))
+    assert torch.equal(sample_triton(logits, *arguments), sample.reference(logits, *arguments))
+
+
+def test_rows_that_stand_apart():
+    torch.manual_seed(2)
+    wide = torch.randn(5, 200)
+    arguments = (*columns(SETTINGS[1:6]), *keyed(5))
+    assert torch.equal(sample_triton(wide[:, :150], *arguments), sample.reference(wide[:, :150], *arguments))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_rows_that_are_no_numbers_give_no_token(bad, heat):
+    logits = torch.randn(3, 90)
+    logits[1, 17] = bad
+    logits[2] = -torch.inf
+    arguments = (*columns([{"temperature": heat}] * 3), *keyed(3))
+    for function in (sample_triton, sample.reference):
+        drawn = function(logits, *arguments)
+        assert drawn[0] >= 0
+        assert drawn[1:].tolist() == [-1, -1]
