@@ -30,7 +30,7 @@ def test_rows_that_want_more_agree_too():
             for a, b in zip(found[name][1], chances, strict=True):
                 assert a.token_ids == b.token_ids
                 assert a.rank == b.rank
-                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
 def test_a_step_waits_for_nothing():

@@ -120,7 +120,7 @@ def score_kernel(
         h = h ^ (h >> 15)
         u = (h.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
         scores = tl.where(x >= tl.load(edges + at_row), scores - tl.log(-tl.log(1.0 - u)), float("-inf"))
-    bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)  # noqa: PLR0124
+    bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
     most = tl.max(scores, 0)
     place = tl.min(tl.where((scores == most) & (at < V), at, V), 0)
     out = at_row * spans + tl.program_id(1)
