@@ -3,12 +3,11 @@
 A line is one line whatever a client sent: what is not printable is escaped.
 """
 
+import json
 import logging
 import sys
 import time
 from contextvars import ContextVar
-
-import msgspec
 
 logger = logging.getLogger("inkcap")
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)  # of the request being answered
@@ -63,4 +62,4 @@ class JsonLines(logging.Formatter):
             line["request_id"] = identity
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        return json.dumps(line)  # in ASCII, so that no character of a message ends a line

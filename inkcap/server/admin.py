@@ -4,12 +4,14 @@ import contextlib
 
 import msgspec
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from inkcap.base.errors import BadRequest, EngineFault
 from inkcap.base.request import EngineStats
-from inkcap.server import metrics
+from inkcap.chat.tokens import END_TURN, ORDINARY
+from inkcap.server import errors, metrics
 from inkcap.server.body import JsonRoute, body_size
 from inkcap.server.prompt import chat_prompt, encoded
 from inkcap.server.schema import DetokenizeBody, TokenizeBody
@@ -82,6 +84,33 @@ async def load(request: Request) -> Response:
     return json_reply({"server_load": len(service_of(request).runs)})
 
 
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What a client must know to tokenize by itself; only where the server was told to answer this."""
+    service = service_of(request)
+    if not service.config.server.tokenizer_info:
+        raise HTTPException(404, "start the server with --enable-tokenizer-info-endpoint to have this path")
+    info = service.engine.info
+    table = service.tokenizer
+    return json_reply(
+        {
+            "tokenizer_class": "O200kBase",
+            "vocab_size": len(table.token_bytes),
+            "model_max_length": info.max_length if info else None,
+            "bos_token": None,
+            "eos_token": table.token_text(END_TURN),
+            "eos_token_id": END_TURN,
+            "pad_token": None,
+            "unk_token": None,
+            "chat_template": None,  # conversations are rendered by /tokenize
+            "added_tokens_decoder": {
+                str(i): {"content": table.token_text(i), "special": True}
+                for i in range(ORDINARY, len(table.token_bytes))
+            },
+        }
+    )
+
+
 @router.post("/tokenize")
 async def tokenize(request: Request, body: TokenizeBody) -> Response:
     """Ids of a prompt, or of messages as they would be rendered."""
@@ -110,3 +139,22 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     service = service_of(request)
     service.model(body.model)
     return json_reply({"prompt": service.tokenizer.decode(body.tokens)})
+
+
+async def not_built(request: Request) -> Response:
+    """501 for a path that clients of these APIs know and this version lacks."""
+    message = f"{request.method} {errors.shorten(request.url.path)} is not built in this version"
+    return errors.reply(errors.body(message, 501), request.scope)
+
+
+NOT_BUILT = (
+    "/inference/v1/generate", "/invocations", "/is_sleeping", "/pause", "/pooling", "/rerank", "/reset_mm_cache",
+    "/reset_prefix_cache", "/resume", "/score", "/server_info", "/sleep", "/start_profile", "/stop_profile",
+    "/update_weights", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/batches",
+    "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/embeddings", "/v1/files",
+    "/v1/images/generations", "/v1/load_lora_adapter", "/v1/messages/batches", "/v1/moderations", "/v1/realtime",
+    "/v1/rerank", "/v1/responses/compact", "/v1/responses/input_tokens", "/v1/responses/{response_id}/input_items",
+    "/v1/score", "/v1/unload_lora_adapter", "/wake_up",
+)  # fmt: skip
+for path in NOT_BUILT:
+    router.add_api_route(path, not_built, methods=["GET", "POST"], include_in_schema=False)

@@ -37,11 +37,12 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reporter = asyncio.ensure_future(throughput.report(service))
+        reporter = asyncio.ensure_future(throughput.report(service)) if settings.log_stats else None
         yield
-        reporter.cancel()
+        if reporter is not None:
+            reporter.cancel()
+            await asyncio.gather(reporter, return_exceptions=True)
         service.responses.end()
-        await asyncio.gather(reporter, return_exceptions=True)
 
     stack = [Middleware(Envelope, metrics=service.metrics)]
     if settings.cors_origins:
@@ -62,6 +63,7 @@ def create_app(
         version=VERSION,
         description="OpenAI-compatible API for Inkling models.",
         lifespan=lifespan,
+        openapi_url="/openapi.json" if settings.docs else None,  # without it there are no pages either
         middleware=stack,
     )
     app.state.service = service

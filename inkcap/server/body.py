@@ -10,6 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 
+def deeper(value: object, limit: int) -> bool:
+    """Whether arrays and objects stand inside each other more than `limit` deep."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
 class JsonRequest(Request):
     """A request whose `json()` answers 400 for what is no JSON. `size` is the body's, in bytes, once it is read."""
 
@@ -19,13 +34,19 @@ class JsonRequest(Request):
         data = await self.body()
         self.size = len(data)
         try:
-            return msgspec.json.decode(data)
+            value = msgspec.json.decode(data)
         except UnicodeDecodeError as error:
             raise HTTPException(400, f"the body is not UTF-8: byte {error.start} is wrong") from None
         except msgspec.DecodeError as error:
             raise HTTPException(400, f"the body is not JSON: {error}") from None
         except RecursionError:
             raise HTTPException(400, "the body's JSON is nested too deeply") from None
+        limit = self.app.state.service.config.server.json_depth
+        if data.count(b"[") + data.count(b"{") > limit and deeper(value, limit):
+            raise HTTPException(
+                400, f"the body's JSON is nested too deeply; this server takes {limit} levels (server.json_depth)"
+            )
+        return value
 
 
 class JsonRoute(APIRoute):

@@ -117,7 +117,7 @@ async def on_validation_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
-    if error.status_code == 404:
+    if error.status_code == 404 and message == "Not Found":  # nothing of ours said so
         message = f"no such path: {shorten(request.url.path)}; /docs lists what there is"
     if error.status_code == 405:
         message = f"{request.method} is not allowed on {shorten(request.url.path)}"

@@ -12,6 +12,7 @@ import uuid
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inkcap.base import log
 from inkcap.server import errors
 from inkcap.server.errors import path_of
 from inkcap.server.metrics import Metrics
@@ -41,6 +42,7 @@ class Envelope:
         given = header(scope, b"x-request-id")
         request_id = given if given and ACCEPTED_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        log.request_id.set(request_id)
         started = time.perf_counter()
         status = 500
 

@@ -27,6 +27,7 @@ from inkcap.base.request import EngineInfo
 from inkcap.chat.tokens import Tokenizer
 from inkcap.engine.client import ENGINE_PROGRAM, EngineClient
 from inkcap.server.app import create_app
+from inkcap.server.protocol import limited_protocol
 from inkcap.server.service import Service
 
 LOOK_SECONDS = 0.05  # between two looks at what is still open
@@ -123,13 +124,11 @@ def no_password() -> str:
     raise ValueError("the key has a password; give one without")
 
 
-async def serve_app(app: FastAPI, listener: socket.socket) -> int:
-    """Serve an application of `create_app` on a bound socket until a signal or the engine's death; the exit code."""
-    service: Service = app.state.service
-    options = service.config.server
-    settings = uvicorn.Config(
+def web_settings(app: FastAPI, options: ServerConfig) -> uvicorn.Config:
+    """Uvicorn's side of the configuration."""
+    return uvicorn.Config(
         app,
-        http="httptools",
+        http=limited_protocol(options.header_bytes, options.header_count),
         ws="none",
         log_config=None,
         access_log=False,
@@ -143,10 +142,16 @@ async def serve_app(app: FastAPI, listener: socket.socket) -> int:
         ssl_cert_reqs=options.ssl_cert_reqs,
         ssl_ciphers=options.ssl_ciphers or "TLSv1",  # which uvicorn takes for the library's own choice
     )
+
+
+async def serve_app(app: FastAPI, listener: socket.socket) -> int:
+    """Serve an application of `create_app` on a bound socket until a signal or the engine's death; the exit code."""
+    service: Service = app.state.service
+    options = service.config.server
     web_log = logging.getLogger("uvicorn")
     web_log.handlers[:], web_log.propagate = logger.handlers, False
     web_log.setLevel(options.web_log_level.upper())
-    server = Server(settings)
+    server = Server(web_settings(app, options))
     stop, hurry = asyncio.Event(), asyncio.Event()
     with signals(stop, hurry):
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -22,6 +22,7 @@ from inkcap.base.errors import EngineFault, QueueFull
 from inkcap.base.request import EngineInfo, EngineStats, Finish, GenerateRequest, Logprobs, TokenDelta
 from inkcap.chat.tokens import END_MESSAGE, END_TURN, MODEL, STOP_TOKENS, TEXT, THINKING, Tokenizer, read_rank_file
 from inkcap.server.app import create_app
+from inkcap.server.run import web_settings
 
 MAX_LENGTH = 4096
 DEADLINE_S = 20.0
@@ -161,15 +162,7 @@ class Site:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # so that slow readers are felt soon
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        settings = uvicorn.Config(
-            self.app,
-            http="httptools",
-            log_config=None,
-            access_log=False,
-            lifespan="on",
-            root_path=config.server.root_path,
-        )
-        self.server = uvicorn.Server(settings)
+        self.server = uvicorn.Server(web_settings(self.app, config.server))
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -309,6 +302,7 @@ def call(app):
 
     with asyncio.Runner() as runner:
         yield lambda method, path, **options: runner.run(send(method, path, options))
+        runner.run(app.state.service.grammars.close())
 
 
 @pytest.fixture
