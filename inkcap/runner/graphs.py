@@ -103,7 +103,9 @@ class Graphs:
         self.rows = torch.full((most,), self.spare, dtype=torch.int32, device=device)
         self.columns = {name: torch.zeros(most, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
         self.logits = torch.zeros(most, model.vocab_size, dtype=torch.float32, device=device)
-        self.drawn = torch.zeros(most, dtype=torch.int64, device=device)
+        self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self.every = torch.arange(most, device=device)
+        self.drawn: dict[int, Tensor] = {}  # by size: where the graph leaves its tokens
         self.forwards: dict[tuple[int, int], Replays] = {}
         self.draws: dict[int, Replays] = {}
 
@@ -151,8 +153,9 @@ class Graphs:
         if masks is not None:
             allow(self.logits[:count], masks)
         self.draws[size].replay()
-        table.note(rows, self.drawn)
-        return Sampled(self.drawn[:count], [], None)
+        drawn = self.drawn[size][:count]
+        table.note(rows, drawn)
+        return Sampled(drawn, [], None)
 
     def _list(self, rows: list[int]) -> None:
         """Tell the device which rows run, unless it knows."""
@@ -172,9 +175,8 @@ class Graphs:
         ids, positions, first, slots = newest(
             rows, table.tokens, table.lengths, [table.tables[g] for g in groups], [table.groups[g] for g in groups]
         )
-        every = torch.arange(size + 1, dtype=torch.int32, device=table.device)
         packing = Packing(
-            starts=every,
+            starts=self.starts[: size + 1],
             rows=rows,
             first=first,
             row_of=rows,
@@ -182,16 +184,16 @@ class Graphs:
             spans=tuple((n, n + 1, self.spare, bound - 1) for n in range(size)),
         )
         views = {g: GroupView(table.groups[g], table.tables[g], own) for g, own in zip(groups, slots, strict=True)}
-        hidden = self.model.forward(Batch(ids, packing, every[:size].long(), views, self.planes))
+        hidden = self.model.forward(Batch(ids, packing, self.every[:size], views, self.planes))
         self.logits[:size] = self.model.head(hidden)
 
     def _draw(self, size: int) -> None:
         """Tokens of the first `size` rows listed, added to the rows."""
         table, rows = self.table, self.rows[:size]
         columns = {name: column[:size] for name, column in self.columns.items()}
-        drawn = self.sampler.plain(self.logits[:size], columns, table.lengths[rows.long()])
+        drawn = self.sampler.plain(self.logits[:size], columns, table.lengths.index_select(0, rows))
         append_tokens(rows, drawn, table.tokens, table.lengths, self.spare)
-        self.drawn[:size] = drawn
+        self.drawn[size] = drawn
 
 
 def bounds_up_to(longest: int) -> list[int]:

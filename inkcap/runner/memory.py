@@ -15,8 +15,7 @@ from inkcap.ops.values import GroupView, Packing
 from inkcap.parallel.comm import Comm
 
 CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded; the rest is for steps and other programs
-# Bytes of a GPU beside weights, the largest step and the cache: captured decode steps (48 MiB of PyTorch's and the
-# driver's for 80 graphs were expected to stay within it), row table, compiled kernels.
+# Bytes of a GPU beside weights, the largest step and the cache: captured decode steps, row table, compiled kernels.
 GPU_RESERVE = 1 << 30
 SLACK = 1.1  # on the measured peak of a step: allocations of other sizes leave gaps
 
@@ -56,8 +55,13 @@ def budget(config: EngineConfig, comm: Comm, device: torch.device, step_bytes: i
         allowed = int(total * cache.gpu_utilization) if cache.gpu_memory_bytes is None else cache.gpu_memory_bytes
         own = gpu_rest(allowed, total, free, step_bytes)
     else:
-        own = int(available_memory() * CPU_SHARE) // comm.size  # the ranks share this host
+        own = cpu_rest(available_memory(), comm.size)
     return int(comm.all_gather(torch.tensor([own], device=device)).min())
+
+
+def cpu_rest(available: int, ranks: int) -> int:
+    """Bytes of cache for each of the `ranks` of a host with `available` bytes left once their weights are loaded."""
+    return int(max(0, available) * CPU_SHARE) // ranks
 
 
 def gpu_rest(allowed: int, total: int, free: int, step_bytes: int) -> int:

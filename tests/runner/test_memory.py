@@ -1,10 +1,13 @@
 """What a rank takes for free memory."""
 
+import pytest
 import torch
 
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig
+from inkcap.base.errors import ConfigInvalid, NotEnoughMemory
 from inkcap.parallel.comm import Comm
-from inkcap.runner.memory import CPU_SHARE, available_memory, budget
+from inkcap.runner.load import check_generation
+from inkcap.runner.memory import CPU_SHARE, GPU_RESERVE, available_memory, budget, gpu_rest
 
 
 def host(tmp_path, available_kib: int, limit: str | None, used: int = 0, files: int = 0):
@@ -36,3 +39,21 @@ def test_a_chosen_budget_is_a_share_of_what_is_free(monkeypatch):
     monkeypatch.setattr("inkcap.runner.memory.available_memory", lambda: 1 << 30)
     config = EngineConfig(model=ModelConfig(path="x"))
     assert budget(config, Comm.alone(), torch.device("cpu")) == int(CPU_SHARE * (1 << 30))
+
+
+def test_a_gpus_rest_is_what_weights_and_the_largest_step_leave():
+    assert gpu_rest(allowed=90 << 30, total=100 << 30, free=70 << 30, step_bytes=5 << 30) == (55 << 30) - GPU_RESERVE
+    # never more than is free
+    assert gpu_rest(allowed=200 << 30, total=100 << 30, free=10 << 30, step_bytes=0) == (10 << 30) - GPU_RESERVE
+
+
+def test_a_gpu_without_room_names_what_fills_it_and_what_helps():
+    with pytest.raises(NotEnoughMemory, match=r"30\.0 GiB are taken.* 9\.5 GiB by the largest step.*gpu_utilization"):
+        gpu_rest(allowed=40 << 30, total=100 << 30, free=70 << 30, step_bytes=int(9.5 * 2**30))
+
+
+def test_gpus_before_ampere_are_refused():
+    with pytest.raises(ConfigInvalid, match=r"Tesla T4 has compute capability 7\.5.*8\.0 \(Ampere\).*cpu"):
+        check_generation(7, 5, "Tesla T4")
+    check_generation(8, 0, "A100")
+    check_generation(9, 0, "H200")
