@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from inkcap.base.request import Finish, Logprobs, SamplingParams, TokenDelta
 from inkcap.base.turn import Start
@@ -11,7 +12,7 @@ from inkcap.chat.parse import Content, Event, Parser, Thought
 from inkcap.chat.render import Rendered
 from inkcap.chat.stops import StopStrings
 from inkcap.chat.tokens import STOP_TOKENS, Tokenizer
-from inkcap.chat.tools import Call
+from inkcap.chat.tools import Call, CallPiece, CallStart
 
 
 class TokenChance(Struct, frozen=True):
@@ -183,11 +184,12 @@ class ChatOutput(_Counted):
         params: SamplingParams,
         prompt: Rendered | None = None,
         show_ids: bool = False,
+        stream_calls: bool = False,
     ) -> None:
-        """`prompt` says where parsing begins and which tools exist."""
+        """`prompt` says where parsing begins and which tools exist; `stream_calls` is the parser's."""
         super().__init__(tokenizer, params, show_ids, 0)
         start, names = (prompt.start, prompt.tool_names) if prompt is not None else (Start.BETWEEN, ())
-        self.parser = Parser(tokenizer, start, names, params.ignore_eos)
+        self.parser = Parser(tokenizer, start, names, params.ignore_eos, stream_calls)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -256,12 +258,16 @@ class ChatOutput(_Counted):
 def _append(events: list[Event], event: Event) -> None:
     """Pieces of the same kind in a row become one; empty ones are left out."""
     last = events[-1] if events else None
-    if isinstance(event, Call):
+    if isinstance(event, Call | CallStart):
         events.append(event)
     elif not event.text:
         return
-    elif isinstance(last, Content | Thought) and type(last) is type(event):
-        events[-1] = type(event)(last.text + event.text)
+    elif isinstance(last, CallPiece) and isinstance(event, CallPiece) and last.index == event.index:
+        events[-1] = CallPiece(event.index, last.text + event.text)
+    elif isinstance(last, Content) and isinstance(event, Content):
+        events[-1] = Content(last.text + event.text)
+    elif isinstance(last, Thought) and isinstance(event, Thought):
+        events[-1] = Thought(last.text + event.text)
     else:
         events.append(event)
 
@@ -280,6 +286,11 @@ class Answer:
                 self._content.append(event.text)
             elif isinstance(event, Thought):
                 self._reasoning.append(event.text)
+            elif isinstance(event, CallStart):
+                self.calls.append(Call(event.index, event.id, event.name, ""))
+            elif isinstance(event, CallPiece):
+                call = self.calls[-1]
+                self.calls[-1] = replace(call, arguments=call.arguments + event.text)
             else:
                 self.calls.append(event)
 

@@ -23,7 +23,7 @@ from inkcap.chat.tokens import (
     THINKING,
     Tokenizer,
 )
-from inkcap.chat.tools import Call, new_call_id, read_call
+from inkcap.chat.tools import ArgumentReader, Call, CallPiece, CallStart, new_call_id, read_call
 
 _decoder = getincrementaldecoder("utf-8")
 _NAME_SO_FAR = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
@@ -41,7 +41,7 @@ class Content(Struct, frozen=True):
     text: str
 
 
-Event = Thought | Content | Call
+Event = Thought | Content | Call | CallStart | CallPiece
 
 # States. In BARE, text without a kind token streams as content; BODY is a message whose kind is known.
 _BETWEEN, _HEADER, _BARE, _BODY = range(4)
@@ -56,8 +56,12 @@ class Parser:
         start: Start = Start.BETWEEN,
         tools: Collection[str] = (),
         ignore_eos: bool = False,
+        stream_calls: bool = False,
     ) -> None:
-        """`tools`: declared names. `ignore_eos`: an end of turn is a border between messages, as in benchmarks."""
+        """`tools`: declared names. `ignore_eos`: an end of turn is a border between messages, as in benchmarks.
+
+        `stream_calls`: a grammar holds calls to their form, so their arguments may be told as they come.
+        """
         self.ended = False  # the turn is over; later ids are ignored
         self.calls = 0
         self.reasoning_tokens = 0
@@ -67,6 +71,9 @@ class Parser:
         self._table = tokenizer.token_bytes
         self._tools = frozenset(tools)
         self._ignore_eos = ignore_eos
+        self._stream_calls = stream_calls
+        self._arguments: ArgumentReader | None = None  # of the open call, if it is told in pieces
+        self._told = 0  # entries of `_bytes` that `_arguments` has read
         self._state = {Start.BETWEEN: _BETWEEN, Start.HEADER: _HEADER}.get(start, _BODY)
         self._kind = THINKING if start == Start.THINKING else TEXT
         self._header = b""  # ordinary text after a role token, while it may be a tool's name
@@ -75,7 +82,7 @@ class Parser:
         self._events: list[Event] = []
 
     def feed(self, tokens: Sequence[int]) -> list[Event]:
-        """What `tokens` add. A call comes whole, when its message ends."""
+        """What `tokens` add. A call comes whole, when its message ends, or in pieces with `stream_calls`."""
         for token in tokens:
             if self.ended:
                 break
@@ -88,8 +95,11 @@ class Parser:
                 self._ordinary(token)
             else:
                 self._control(token)
-        if self._bytes and self._kind != CALL_JSON:
-            self._drain(final=False)
+        if self._kind != CALL_JSON:
+            if self._bytes:
+                self._drain(final=False)
+        elif self._arguments is not None:
+            self._tell(self._arguments, final=False)
         return self._take()
 
     def finish(self) -> list[Event]:
@@ -117,6 +127,8 @@ class Parser:
             self._close()
             self._header = header
             self._state, self._kind = _BODY, token
+            if token == CALL_JSON and self._stream_calls and header:
+                self._arguments, self._told = ArgumentReader(header.decode("utf-8", "replace")), 0
         elif token in ROLES:
             self._close()
             self._state = _HEADER
@@ -148,7 +160,29 @@ class Parser:
             self._drain(final=True)
         self._state = _BETWEEN
 
+    def _tell(self, arguments: ArgumentReader, final: bool) -> None:
+        """Tell what has come of a call's arguments."""
+        begun, name = arguments.begun, self._header.decode("utf-8", "replace")
+        data = arguments.feed(b"".join(self._bytes[self._told :]))
+        self._told = len(self._bytes)
+        if arguments.other:
+            self._arguments = None
+        elif arguments.begun:
+            if not begun:
+                self._events.append(CallStart(self.calls, new_call_id(), name))
+                self.undeclared_calls += name not in self._tools
+                self.calls += 1
+            if text := self._decode(data, final):
+                self._events.append(CallPiece(self.calls - 1, text))
+
     def _call(self) -> None:
+        if self._arguments is not None:
+            self._tell(self._arguments, final=True)
+        told, self._arguments = self._arguments, None
+        if told is not None and told.begun:
+            self._header = b""
+            self._bytes.clear()
+            return
         header = self._header.decode("utf-8", "replace")
         payload = b"".join(self._bytes).decode("utf-8", "replace")
         self._header = b""

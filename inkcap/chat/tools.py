@@ -24,6 +24,70 @@ class Call(msgspec.Struct, frozen=True):
     arguments: str
 
 
+class CallStart(msgspec.Struct, frozen=True):
+    """A tool call that comes in pieces begins."""
+
+    index: int
+    id: str
+    name: str
+
+
+class CallPiece(msgspec.Struct, frozen=True):
+    """A piece of the arguments of a call that has begun."""
+
+    index: int
+    text: str
+
+
+class ArgumentReader:
+    """Finds the arguments in a call's payload as it comes. Only for payloads that a grammar holds to their form."""
+
+    def __init__(self, name: str) -> None:
+        self._opening = msgspec.json.encode({"name": name})[:-1] + b',"args":'
+        self._held = b""
+        self._depth = 0
+        self._string = self._escaped = False
+        self.begun = False  # the arguments have begun
+        self.complete = False
+        self.other = False  # the payload has another form: these are no arguments to be streamed
+
+    def feed(self, data: bytes) -> bytes:
+        """Bytes of the arguments in `data`, the payload's next."""
+        if not self.begun:
+            self._held += data
+            if not self._held.startswith(self._opening[: len(self._held)]):
+                self.other = True
+            if len(self._held) <= len(self._opening) or self.other:
+                return b""
+            data = self._held[len(self._opening) :]
+            self.begun = True
+        end = self._end(data)
+        return data[:end]
+
+    def _end(self, data: bytes) -> int:
+        """How much of `data` belongs to the arguments, which are one JSON object."""
+        if self.complete:
+            return 0
+        for i, byte in enumerate(data):
+            if self._string:
+                if self._escaped:
+                    self._escaped = False
+                elif byte == 0x5C:
+                    self._escaped = True
+                elif byte == 0x22:
+                    self._string = False
+            elif byte == 0x22:
+                self._string = True
+            elif byte in b"{[":
+                self._depth += 1
+            elif byte in b"}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.complete = True
+                    return i + 1
+        return len(data)
+
+
 def declaration(tools: Sequence[object], param: str = "tools") -> tuple[str, tuple[str, ...]]:
     """The JSON that declares `tools` (OpenAI form) in a prompt, keys sorted at every depth, and the tools' names.
 

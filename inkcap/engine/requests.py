@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from inkcap.base.errors import BadRequest, ContextTooLong
 from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams
 from inkcap.base.sampling import O200K_VOCABULARY, check
+from inkcap.base.turn import TurnRules
 
 SEED_LIMIT = 2**63
 PLACEHOLDERS = {200053: "audio", 200054: "image"}  # one per frame or patch; only media may put them in a prompt
@@ -23,14 +24,21 @@ def expand(
     salt: str = "",
     priority: int = 0,
     max_logprobs: int = 20,
+    rules: TurnRules | None = None,
 ) -> list[GenerateRequest]:
     """The `params.n` sequences that continue one prompt, in order of index.
 
     Their ids are `request_id`, or `request_id-INDEX` where `n` is more than 1. `draw_seed` gives a seed below 2**63
     where `params` has none (None or -1). Sequence 0 runs under the seed itself, the others under seeds made from it
-    and their index. `encode` turns text into ids, for `params.bad_words`. Raises BadRequest and ContextTooLong.
+    and their index. `encode` turns text into ids, for `params.bad_words`. `rules` say what the answers may be. Raises
+    BadRequest and ContextTooLong.
     """
     check(params, info.vocab_size, max_logprobs=max_logprobs)
+    if rules is not None and rules.strict and params.allowed_token_ids is not None:
+        raise BadRequest(
+            "allowed_token_ids cannot be combined with a format or a required call: they may leave no token",
+            "allowed_token_ids",
+        )
     if not token_ids:
         raise BadRequest("the prompt is empty; it needs at least one token", "prompt")
     max_tokens = resolve_max_tokens(len(token_ids), params, info)  # before anyone looks at a million ids
@@ -46,6 +54,7 @@ def expand(
             seed=child_seed(seed, index),
             max_tokens=max_tokens,
             bad_words_ids=bad_words,
+            rules=rules,
             priority=priority,
             salt=salt,
             arrival=arrival,

@@ -43,6 +43,7 @@ def create_app(
             reporter.cancel()
             await asyncio.gather(reporter, return_exceptions=True)
         service.responses.end()
+        await asyncio.gather(service.grammars.close(), return_exceptions=True)
 
     stack = [Middleware(Envelope, metrics=service.metrics)]
     if settings.cors_origins:

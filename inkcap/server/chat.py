@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter
@@ -9,9 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inkcap.base.request import SamplingParams
+from inkcap.chat.grammar import Wish, read_wish
 from inkcap.chat.output import Answer, ChatDelta, ChatOutput, LogprobReader, TokenLogprob
 from inkcap.chat.parse import Content, Event, Thought
 from inkcap.chat.render import Rendered
+from inkcap.chat.tools import Call, CallPiece
 from inkcap.server import replies
 from inkcap.server.body import JsonRoute, body_size
 from inkcap.server.generation import Run
@@ -28,7 +31,8 @@ router = APIRouter(route_class=JsonRoute)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """An answer to a conversation."""
     service = service_of(request)
-    answering = await begin(service, body, body.request_id or request.state.request_id, body_size(request))
+    identity = body.request_id or request.state.request_id
+    answering = await begin(service, body, identity, body_size(request), pieces=body.stream)
     if body.stream:
         return EventStream(answering.chunks(), answering.close)
     try:
@@ -37,20 +41,54 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
         answering.close()
 
 
-async def begin(service: Service, body: ChatBody, request_id: str, size: int, prefix: str = "chatcmpl-") -> "Answering":
+async def begin(
+    service: Service,
+    body: ChatBody,
+    request_id: str,
+    size: int,
+    prefix: str = "chatcmpl-",
+    pieces: bool = False,
+) -> "Answering":
     """Check a conversation, render it and submit it: the one way in for every API that has conversations.
 
-    `size` is the body's, in bytes; `prefix` begins the reply's id. Raises what `Service.start` raises, and BadRequest.
+    `size` is the body's, in bytes; `prefix` begins the reply's id; `pieces`: the arguments of calls may be
+    told as they come. Raises what `Service.start` raises, and BadRequest.
     """
     service.ready()
     model = service.model(body.model)
     body.refuse_unbuilt()
     service.note_unknown(body.unknown())
+    legacy = body.adopt_functions()
+    wish = await service.off_loop(size, lambda: chat_wish(body))
     prompt = await chat_prompt(service, body, size)
+    rules = wish.rules(prompt.start, await service.grammars.errors(wish.grammars()))
     ids = prompt.token_ids[-body.truncate_prompt_tokens :] if body.truncate_prompt_tokens else prompt.token_ids
     params = body.params(service.defaults)
-    run = service.start([ids], params, request_id=request_id, priority=body.priority, salt=body.cache_salt or "")
-    return Answering(service, body, run, prompt, params, f"{prefix}{request_id}", model)
+    run = service.start(
+        [ids], params, request_id=request_id, priority=body.priority, salt=body.cache_salt or "", rules=rules
+    )
+    manner = Manner(legacy=legacy, named=wish.choice == "named", pieces=pieces and rules is not None)
+    return Answering(service, body, run, prompt, params, f"{prefix}{request_id}", model, manner)
+
+
+def chat_wish(body: ChatBody) -> Wish:
+    """What the body asks of its answer. Raises BadRequest."""
+    return read_wish(
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel=body.parallel_tool_calls,
+        formats=body.formats(),
+        thinking=body.thinking_token_budget,
+    )
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a reply tells of calls."""
+
+    legacy: bool  # as `function_call`, in answer to `functions`
+    named: bool  # the request named the tool, so calling it is no reason to have stopped
+    pieces: bool  # calls are told as they come, since grammars hold them to their form
 
 
 class Answering:
@@ -65,6 +103,7 @@ class Answering:
         params: SamplingParams,
         identity: str,
         model: str,
+        manner: Manner,
     ) -> None:
         self.service = service
         self.body = body
@@ -72,9 +111,10 @@ class Answering:
         self.params = params
         self.identity = identity
         self.model = model
+        self.manner = manner
         self.created = int(time.time())
         show_ids = body.return_tokens_as_token_ids
-        self.outputs = [ChatOutput(service.tokenizer, params, prompt, show_ids) for _ in run.tracks]
+        self.outputs = [ChatOutput(service.tokenizer, params, prompt, show_ids, manner.pieces) for _ in run.tracks]
 
     def close(self) -> None:
         """Abort what still runs, and count what the parsers saw."""
@@ -125,7 +165,7 @@ class Answering:
     def choices(self, index: int, delta: ChatDelta) -> list[ChatStreamChoice]:
         """The chunks' choices for one delta: one per event, and one for the end."""
         found = [
-            ChatStreamChoice(index, stream_delta(event))
+            ChatStreamChoice(index, stream_delta(event, self.manner.legacy))
             for event in delta.events
             if self.body.include_reasoning or not isinstance(event, Thought)
         ]
@@ -140,7 +180,7 @@ class Answering:
                 ChatStreamChoice(
                     index,
                     ChatStreamDelta(),
-                    finish_reason=delta.finish_reason,
+                    finish_reason=self.finish_reason(delta.finish_reason),
                     stop_reason=delta.stop_reason,
                 )
             )
@@ -171,6 +211,12 @@ class Answering:
             reply.prompt_token_ids = first.request.token_ids
         return Response(encode(reply), media_type="application/json")
 
+    def finish_reason(self, reason: str | None) -> str | None:
+        """As this API names it."""
+        if reason != "tool_calls":
+            return reason
+        return "stop" if self.manner.named else "function_call" if self.manner.legacy else reason
+
     def choice(self, index: int, part: "Part") -> replies.ChatChoice:
         answer = part.answer
         thought = answer.reasoning if self.body.include_reasoning else None
@@ -178,11 +224,14 @@ class Answering:
         content = answer.content
         if content is None and not calls:
             content = ""
+        message = replies.ChatMessage(content, thought, thought, calls)
+        if self.manner.legacy and calls:
+            message.function_call, message.tool_calls = calls[0].function, []
         return replies.ChatChoice(
             index,
-            replies.ChatMessage(content, thought, thought, calls),
+            message,
             replies.chat_logprobs(part.logprobs) if self.body.logprobs else None,
-            part.finish_reason,
+            self.finish_reason(part.finish_reason),
             part.stop_reason,
             part.tokens if self.body.return_token_ids else msgspec.UNSET,
         )
@@ -206,10 +255,18 @@ class Part:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-def stream_delta(event: Event) -> ChatStreamDelta:
+def stream_delta(event: Event, legacy: bool = False) -> ChatStreamDelta:
+    """One event. `legacy`: calls as `function_call`."""
     if isinstance(event, Content):
         return ChatStreamDelta(content=event.text)
     if isinstance(event, Thought):
         return ChatStreamDelta(reasoning=event.text, reasoning_content=event.text)
-    function = replies.CallFunction(event.name, event.arguments)
+    if isinstance(event, CallPiece):
+        more = replies.CallArguments(event.text)
+        if legacy:
+            return ChatStreamDelta(function_call=more)
+        return ChatStreamDelta(tool_calls=[replies.ToolCallDelta(event.index, more)])
+    function = replies.CallFunction(event.name, event.arguments if isinstance(event, Call) else "")
+    if legacy:
+        return ChatStreamDelta(function_call=function)
     return ChatStreamDelta(tool_calls=[replies.ToolCallDelta(event.index, function, event.id, "function")])

@@ -7,7 +7,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inkcap.base.errors import BadRequest
 from inkcap.base.request import Logprobs, SamplingParams
+from inkcap.base.turn import TurnRules
+from inkcap.chat.grammar import read_format, text_rules
 from inkcap.chat.output import LogprobReader, TextDelta, TextOutput, TokenLogprob
 from inkcap.server import replies
 from inkcap.server.body import JsonRoute
@@ -33,8 +36,11 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     if body.truncate_prompt_tokens:
         prompts = [ids[-body.truncate_prompt_tokens :] for ids in prompts]
     params = body.params(service.defaults)
+    rules = await text_format(service, body)
     identity = body.request_id or request.state.request_id
-    run = service.start(prompts, params, request_id=identity, priority=body.priority, salt=body.cache_salt or "")
+    run = service.start(
+        prompts, params, request_id=identity, priority=body.priority, salt=body.cache_salt or "", rules=rules
+    )
     completing = Completing(service, body, run, params, f"cmpl-{identity}", model)
     if body.stream:
         return EventStream(completing.chunks(), run.close)
@@ -42,6 +48,16 @@ async def completions(request: Request, body: CompletionBody) -> Response:
         return await unless_gone(request.receive, completing.whole())
     finally:
         run.close()
+
+
+async def text_format(service: Service, body: CompletionBody) -> TurnRules | None:
+    """The rules that hold a completion to the format it asks for. Raises BadRequest."""
+    grammar, param = read_format(body.formats())
+    if not grammar:
+        return None
+    if (why := (await service.grammars.errors([(grammar, param)])).get(grammar)) is not None:
+        raise BadRequest(f"{param} cannot be enforced: {why}", param)
+    return text_rules(grammar)
 
 
 class Echoed:

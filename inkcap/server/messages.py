@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from inkcap.chat.output import ChatDelta
 from inkcap.chat.parse import Content, Thought
+from inkcap.chat.tools import Call
 from inkcap.server import errors
 from inkcap.server.body import JsonRoute, body_size
 from inkcap.server.chat import Answering, begin
@@ -141,7 +142,7 @@ class Speaking:
                 if self.answering.body.include_reasoning:
                     piece = {"type": "thinking_delta", "thinking": event.text}
                     out += self.grow(Thinking(event.text), Thinking(""), piece)
-            else:
+            elif isinstance(event, Call):
                 self.called = True
                 block = ToolUse(event.id, event.name, msgspec.Raw(event.arguments.encode()))
                 start = ToolUse(event.id, event.name, msgspec.Raw(b"{}"))

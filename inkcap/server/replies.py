@@ -52,6 +52,12 @@ class CallFunction(Struct):
     arguments: str
 
 
+class CallArguments(Struct):
+    """A later piece of a streamed call."""
+
+    arguments: str
+
+
 class ToolCall(Struct):
     id: str
     function: CallFunction
@@ -60,7 +66,7 @@ class ToolCall(Struct):
 
 class ToolCallDelta(Struct, omit_defaults=True):
     index: int
-    function: CallFunction
+    function: CallFunction | CallArguments
     id: str | None = None
     type: str | None = None
 
@@ -71,6 +77,7 @@ class ChatStreamDelta(Struct, omit_defaults=True):
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
+    function_call: CallFunction | CallArguments | None = None  # in answer to `functions`
 
 
 class ChatStreamChoice(Struct):
@@ -89,6 +96,7 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall]
     role: str = "assistant"
     refusal: None = None
+    function_call: CallFunction | msgspec.UnsetType = msgspec.UNSET  # in answer to `functions`
 
 
 class ChatChoice(Struct):

@@ -313,7 +313,7 @@ class Responding:
                 out += self.grow(Said, event.text)
             elif isinstance(event, Thought):
                 out += self.grow(Reasoned, event.text)
-            else:
+            elif isinstance(event, Call):
                 out += self.call(event)
         if delta.finish_reason is not None and self.running:
             status = "incomplete" if delta.finish_reason == "length" else "completed"

@@ -117,14 +117,13 @@ class Sampled(Body):
             biases[int(key)] = value
         return biases
 
+    def formats(self) -> dict[str, object]:
+        """The fields that say what form an answer's text has."""
+        names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+        return {name: getattr(self, name) for name in (*names, "guided_grammar")}
+
     def refuse_unbuilt(self) -> None:
         """Raise NotBuiltYet for the first feature this version lacks, BadRequest for fields in contradiction."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            kind = str(self.response_format.get("type"))[:40]
-            raise NotBuiltYet(f"response_format {kind!r} is not built yet; use text", "response_format")
-        for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-            if getattr(self, name) is not None:
-                raise NotBuiltYet(f"structured output ({name}) is not built yet", name)
         if self.use_beam_search:
             raise NotBuiltYet("beam search is not built", "use_beam_search")
         if self.stream_options is not None and not self.stream:
@@ -161,15 +160,9 @@ class ChatBody(Sampled):
         super().refuse_unbuilt()
         if self.chat_template is not None:
             raise BadRequest("chat_template cannot be set: the server renders the model's own format", "chat_template")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise NotBuiltYet("tool_choice other than auto and none is not built yet", "tool_choice")
-        if self.tool_choice == "auto" and not self.tools:
-            raise BadRequest("tool_choice is given but tools is empty", "tool_choice")
-        if self.parallel_tool_calls is False and self.tools:
-            raise NotBuiltYet("parallel_tool_calls: false is not built yet", "parallel_tool_calls")
-        if self.functions is not None or self.function_call is not None:
-            raise NotBuiltYet("functions and function_call are not built yet; use tools", "functions")
-        for name in ("thinking_token_budget", "mm_processor_kwargs", "audio"):
+        if self.functions is not None and self.tools is not None:
+            raise BadRequest("functions and tools are given; functions is the older name, use tools", "functions")
+        for name in ("mm_processor_kwargs", "audio"):
             if getattr(self, name) is not None:
                 raise NotBuiltYet(f"{name} is not built yet", name)
         if self.modalities not in (None, ["text"]):
@@ -182,6 +175,19 @@ class ChatBody(Sampled):
             )
         if self.top_logprobs not in (None, 0) and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+
+    def adopt_functions(self) -> bool:
+        """Turn `functions` and `function_call`, which came before tools, into tools; whether there were any."""
+        if self.functions is None and self.function_call is None:
+            return False
+        if self.functions is not None:
+            self.tools = [{"type": "function", "function": function} for function in self.functions]
+            self.parallel_tool_calls = False  # a message has one function_call
+        if isinstance(self.function_call, dict):
+            self.tool_choice = {"type": "function", "function": self.function_call}
+        elif self.function_call is not None:
+            self.tool_choice = self.function_call
+        return True
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Sampling parameters, unchecked."""

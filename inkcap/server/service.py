@@ -14,11 +14,13 @@ from inkcap.base.config import EngineConfig
 from inkcap.base.errors import BadRequest, Draining, EngineFault, Overloaded, UnknownModel
 from inkcap.base.log import logger
 from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams
+from inkcap.base.turn import TurnRules
 from inkcap.chat.tokens import Tokenizer
 from inkcap.engine.api import Engine
 from inkcap.engine.requests import expand, resolve_max_tokens
 from inkcap.server.errors import shorten
 from inkcap.server.generation import Run
+from inkcap.server.grammars import Grammars
 from inkcap.server.metrics import Metrics
 from inkcap.server.responses_store import ResponseStore
 
@@ -43,6 +45,7 @@ class Service:
         self.names = config.model.served_names or (config.model.path.rstrip("/").rpartition("/")[2],)
         self.metrics = Metrics(self.names[0])
         self.runs: set[Run] = set()  # requests that generate now
+        self.grammars = Grammars()
         self.responses = ResponseStore(config.server.stored_responses, STORED_BYTES)
         self.draining = False
         self.created = int(time.time())
@@ -85,8 +88,9 @@ class Service:
         request_id: str,
         priority: int = 0,
         salt: str = "",
+        rules: TurnRules | None = None,
     ) -> Run:
-        """Submit `params.n` sequences for each prompt; those of one prompt stand together.
+        """Submit `params.n` sequences for each prompt; those of one prompt stand together. `rules`: of each answer.
 
         Raises BadRequest, ContextTooLong, Overloaded or EngineFault.
         """
@@ -112,6 +116,7 @@ class Service:
                 salt=salt,
                 priority=priority,
                 max_logprobs=self.config.server.max_logprobs,
+                rules=rules,
             )
         self.metrics.n.observe(params.n)
         return Run(self.engine, self.metrics, requests, self.runs)
