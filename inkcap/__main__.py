@@ -1,4 +1,4 @@
-"""The command `inkcap`: serve, generate, chat, plan, ops, demo-checkpoint, bench serve."""
+"""The command `inkcap`: serve, generate, chat, plan, inspect, quantize, ops, demo-checkpoint, bench serve."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from inkcap import __version__
 from inkcap.base.compatible import add_compatible_flags, dashed, read_compatible_flags
 from inkcap.base.config import EngineConfig
-from inkcap.base.errors import InkcapError
+from inkcap.base.errors import ConfigInvalid, InkcapError
 from inkcap.base.flags import add_flags, config_from_flags
 
 ENGINE_SECTIONS = ("model", "parallel", "cache", "sched")
@@ -32,7 +32,7 @@ def engine_flags(parser: argparse.ArgumentParser) -> None:
 def nothing_left(rest: list[str]) -> None:
     """Refuse flags that no command knows."""
     if rest:
-        raise SystemExit(f"inkcap: unknown flag {rest[0]!r}; see inkcap --help")
+        raise ConfigInvalid(f"{rest[0]!r} is not known here; --help lists what is")
 
 
 def serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,15 +117,47 @@ def demo_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--family", default="inkling", help="which kind of model")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
+    parser.add_argument("--format", default="bf16", help="of the experts: bf16, nvfp4, mxfp8 or mixed")
 
 
 def demo_checkpoint(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from inkcap.models.quantize import Settings, write_quantised_demo
     from inkcap.models.registry import write_demo
 
     nothing_left(rest)
-    write_demo(arguments.directory, family=arguments.family, seed=arguments.seed)
+    if arguments.format == "bf16":
+        write_demo(arguments.directory, family=arguments.family, seed=arguments.seed)
+    else:
+        settings = Settings(format=arguments.format)
+        write_quantised_demo(arguments.directory, settings, family=arguments.family, seed=arguments.seed)
     print(f"wrote {arguments.directory}: random weights in the published layout, for trying inkcap out")
     return 0
+
+
+def inspect_flags(parser: argparse.ArgumentParser) -> None:
+    from inkcap.models.inspect import add_flags as add
+
+    add(parser)
+
+
+def inspect(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from inkcap.models.inspect import run
+
+    nothing_left(rest)
+    return run(arguments)
+
+
+def quantize_flags(parser: argparse.ArgumentParser) -> None:
+    from inkcap.models.quantize import add_flags as add
+
+    add(parser)
+
+
+def quantize(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from inkcap.models.quantize import run
+
+    nothing_left(rest)
+    return run(arguments)
 
 
 def bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +178,8 @@ COMMANDS = {
     "generate": Command("continue prompts, without a server", generate_flags, generate),
     "chat": Command("talk to a model in the terminal", chat_flags, chat),
     "plan": Command("print the memory plan and every automatic choice", engine_flags, plan),
+    "inspect": Command("print what a checkpoint holds, from its headers", inspect_flags, inspect),
+    "quantize": Command("write a checkpoint with NVFP4 or MXFP8 experts", quantize_flags, quantize),
     "ops": Command("print the table of ops and their implementations", ops_flags, ops),
     "demo-checkpoint": Command("write a small checkpoint with random weights", demo_flags, demo_checkpoint),
     "bench": Command("measure a running server", bench_flags, bench),

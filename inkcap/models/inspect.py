@@ -135,9 +135,8 @@ def state_bytes(states: Iterable[LayerState]) -> tuple[int, int]:
 
 def one_size(entry: Entry, config: Mapping[str, object], stored: Mapping[int, Stored], tp: int) -> OneSize:
     """What the first of `tp` ranks holds, with weights as they are stored."""
-    comm = Comm.alone() if tp == 1 else Comm(0, tp, object())  # type: ignore[arg-type]  # never spoken to
     try:
-        model = entry.generation.build(config, comm, torch.bfloat16, torch.device("meta"), stored)
+        model = entry.generation.build(config, Comm.outline(tp), torch.bfloat16, torch.device("meta"), stored)
     except ConfigInvalid as error:
         return OneSize(tp, 0, 0, str(error))
     weights = sum(slot.target.numel() * slot.target.element_size() for slot in model.slots().values())
