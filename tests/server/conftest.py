@@ -303,7 +303,6 @@ def call(app):
     with asyncio.Runner() as runner:
         yield lambda method, path, **options: runner.run(send(method, path, options))
         runner.run(app.state.service.grammars.close())
-        runner.run(app.state.service.grammars.close())
 
 
 @pytest.fixture
