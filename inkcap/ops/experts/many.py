@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inkcap.ops import pdl
 from inkcap.ops.act.triton import gated
@@ -12,10 +13,12 @@ from inkcap.ops.experts.group import Tiles
 from inkcap.ops.sconv.triton import finish, history
 from inkcap.ops.values import Caps
 
+TMA = True  # where the device has it
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def grouped_kernel(
-    x, w, order, expert, start, stop, y, shared_x, shared_w, gammas, shared_y, rows, tokens, gate_cap, up_cap,
+    x, w, tiled, order, expert, start, stop, y, shared_x, shared_w, gammas, shared_y, rows, tokens, gate_cap, up_cap,
     SHARE: tl.constexpr,  # uses that read the same row of x
     SHARED: tl.constexpr,  # experts that every token uses; their tiles come first
     SHARED_SHARE: tl.constexpr,  # of them, how many read the same row of shared_x
@@ -28,6 +31,7 @@ def grouped_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,  # weights are the M operand: few tokens
+    TMA: tl.constexpr,  # weights come through the descriptor `tiled`; then no expert is shared
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +69,10 @@ def grouped_kernel(
     else:
         acc = tl.zeros([WIDTH, BN], tl.float32)
     for done in tl.range(0, K, BK, num_stages=STAGES):
-        if K % BK == 0:
+        if TMA:
+            a = tl.load(xp + done)
+            b = tiled.load([(e * rows).to(tl.int32) + tl.program_id(0) * BN, done])
+        elif K % BK == 0:
             a = tl.load(xp + done)
             b = tl.load(wp + done)
         else:
@@ -141,7 +148,7 @@ class Shape:
 
 # by width of a tile of uses, for long and for short rows of weights; measured on an H200, see docs/kernels.md
 LONG = {16: Shape(64, 128, 4, 4), 32: Shape(64, 128, 4, 4), 64: Shape(128, 64, 4, 4), 128: Shape(256, 64, 4, 8)}
-SHORT = {16: Shape(64, 128, 3, 4), 32: Shape(64, 128, 3, 4), 64: Shape(128, 64, 4, 4), 128: Shape(256, 64, 3, 8)}
+SHORT = {16: Shape(128, 64, 4, 4), 32: Shape(128, 64, 4, 4), 64: Shape(128, 64, 4, 4), 128: Shape(256, 64, 3, 8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +185,17 @@ def grouped(
     depth = max(16, min(shape.depth, triton.next_power_of_2(length)))
     shared, tokens, shared_tiles = 0, 0, 0
     beside, strides = (x, w, out, out), (1, length, 1)
+    tma = TMA and on and also is None and uses.width > 64 and rows % columns == length % depth == 0
+    tiled = TensorDescriptor.from_tensor(w.flatten(0, 1), [columns, depth]) if tma else None
     if also is not None:
         shared, tokens = len(also.w), also.tokens
         shared_tiles = shared * triton.cdiv(tokens, uses.width)
         beside = (also.x, also.w, also.gammas, also.out)
         strides = (also.share, also.w.stride(1), also.w.stride(0) // length)
     grouped_kernel[(triton.cdiv(rows, columns), shared_tiles + len(uses.expert))](
-        x, w, uses.order, uses.expert, uses.start, uses.stop, out, *beside, rows, tokens,
+        x, w, tiled, uses.order, uses.expert, uses.start, uses.stop, out, *beside, rows, tokens,
         1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
         share, shared, *strides, paired, caps is not None, length, uses.width, columns, depth, uses.width <= 64,
-        shape.stages, on, num_warps=shape.warps, **pdl.launch(on),
+        tma, shape.stages, on, num_warps=shape.warps, **pdl.launch(on),
     )  # fmt: skip
     return out

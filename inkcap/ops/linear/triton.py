@@ -18,7 +18,7 @@ from inkcap.ops.sconv.triton import convolve, finish, history
 from inkcap.ops.values import GroupView, Normed, Packing
 
 FEW = 16  # rows that are multiplied in parts
-LARGE = 8192  # rows of a matrix that are left to the library then
+LARGE = 12 << 20  # elements of a matrix from which on the library is faster then
 
 
 @triton.jit
@@ -76,8 +76,8 @@ def tile(rows: int, length: int) -> tuple[int, int]:
 
 
 def few(rows: Tensor, weight: Tensor) -> bool:
-    """Whether a product is one of a few rows. The parts of a large matrix would cost more than they save."""
-    fits = 1 < len(rows) <= FEW and len(weight) <= LARGE and weight.stride(1) == rows.stride(1) == 1
+    """Whether a product has a few rows and a matrix whose parts cost less than they save."""
+    fits = 1 < len(rows) <= FEW and weight.numel() <= LARGE and weight.stride(1) == rows.stride(1) == 1
     return fits and rows.dtype == weight.dtype
 
 

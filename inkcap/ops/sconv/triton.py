@@ -12,6 +12,8 @@ from inkcap.ops import pdl
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import GroupView, Packing
 
+FEW, MANY = (1, 512), (8, 256)  # tokens and channels of a program, up to 64 tokens and beyond
+
 
 @triton.jit
 def older(plane, table, row, position, at, mask, block_stride, token_stride, table_stride, BLOCK: tl.constexpr):
@@ -55,7 +57,8 @@ def sconv_kernel(
     C: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
-    TAP_CHANNELS: tl.constexpr,  # channels that share a tap
+    STATIC: tl.constexpr,  # all tokens have the same taps
+    TAP_CHANNELS: tl.constexpr,  # else, channels that share a tap
     ADDED_CHANNELS: tl.constexpr,  # the same of `added`; 0: there is none
     RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr,  # x is multiplied by before[0], and rounded, before all else
@@ -81,8 +84,11 @@ def sconv_kernel(
     total = own.to(tl.float32)
     for i in tl.static_range(W):
         back = W - 1 - i
-        tap_at = t64[:, None] * tap_token + c // TAP_CHANNELS * tap_group + i * tap_distance
-        tap = tl.load(taps + tap_at, mask=mask, other=0.0).to(tl.float32)
+        if STATIC:
+            tap = tl.load(taps + c * tap_group + i * tap_distance, mask=c < C, other=0.0).to(tl.float32)
+        else:
+            tap_at = t64[:, None] * tap_token + c // TAP_CHANNELS * tap_group + i * tap_distance
+            tap = tl.load(taps + tap_at, mask=mask, other=0.0).to(tl.float32)
         if ADDED_CHANNELS > 0:
             added_at = t64[:, None] * added_token + c // ADDED_CHANNELS * added_group + i * added_distance
             tap += tl.load(added + added_at, mask=mask, other=0.0).to(tl.float32)
@@ -96,14 +102,17 @@ def sconv_kernel(
             new = tl.load(x + (t64 - back)[:, None] * x_stride + c, mask=mask & same, other=0.0)
             if SCALED:
                 new = (new.to(tl.float32) * factor).to(new.dtype)
-            old = older(
-                plane, table, row[:, None], position[:, None] - back, c, mask & ~same,
-                block_stride, token_stride, table_stride, BLOCK,
-            )  # fmt: skip
-            total += tl.where(same, new.to(tl.float32), old.to(tl.float32)) * tap
+            total += new.to(tl.float32) * tap
+            if tl.min((same | ~here[:, None]).to(tl.int32)) == 0:  # most tiles of a long prompt need no state
+                old = older(
+                    plane, table, row[:, None], position[:, None] - back, c, mask & ~same,
+                    block_stride, token_stride, table_stride, BLOCK,
+                )  # fmt: skip
+                total += old.to(tl.float32) * tap
     out = (total * scale).to(own.dtype)
-    kept = plane + slot // BLOCK * block_stride + slot % BLOCK * token_stride + c
-    tl.store(kept, own.to(plane.dtype.element_ty), mask=mask & (slot >= 0))
+    if tl.max(slot) >= 0:
+        kept = plane + slot // BLOCK * block_stride + slot % BLOCK * token_stride + c
+        tl.store(kept, own.to(plane.dtype.element_ty), mask=mask & (slot >= 0))
     if RESIDUAL:
         base = tl.load(residual + t64[:, None] * residual_stride + c, mask=mask, other=0.0)
         tl.store(y + t64[:, None] * C + c, base.to(tl.float32) + out.to(tl.float32), mask=mask)
@@ -133,7 +142,7 @@ def convolve(
         return out
     static = taps.dim() == 2
     on = pdl.supported(x.device)
-    bt, bc = (1, 512) if tokens <= 64 else (8, 256)
+    bt, bc = FEW if tokens <= 64 else MANY
     bc = min(bc, triton.next_power_of_2(channels))
     sconv_kernel[(triton.cdiv(tokens, bt), triton.cdiv(channels, bc))](
         x, taps, taps if added is None else added, x if residual is None else residual, out,
@@ -142,7 +151,7 @@ def convolve(
         0 if static else taps.stride(0), taps.stride(-2), taps.stride(-1),
         *((0, 0, 0) if added is None else added.stride()),
         state.stride(0), state.stride(1), view.table.stride(0), scale, taps if before is None else before,
-        channels, taps.shape[-1], view.block, 1 if static else channels // taps.shape[1],
+        channels, taps.shape[-1], view.block, static, 1 if static else channels // taps.shape[1],
         0 if added is None else channels // added.shape[1], residual is not None, before is not None, bt, bc, on,
         num_warps=max(1, min(4, bt * bc // 256)), **pdl.launch(on),
     )  # fmt: skip
