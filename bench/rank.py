@@ -332,6 +332,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--logprobs", type=int, default=None)
+    parser.add_argument("--presence", type=float, default=0.0, help="presence penalty")
+    parser.add_argument("--longest", type=int, help="max_length of the engine; default what a row needs")
     parser.add_argument("--trace", type=Path, help="profile the last decode row into this file")
     parser.add_argument("--ops", nargs="*", default=[], metavar="NAME=IMPLEMENTATION")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rank.jsonl")
@@ -348,7 +350,12 @@ def main() -> None:
     print(f"model: {sum(sizes.values()) / 1e9:.2f} GB in {time.perf_counter() - begin:.1f} s", flush=True)
     common = {"bench": "rank", "shape": args.shape, "layers": shape.num_hidden_layers, "weights": args.weights}
     params = SamplingParams(
-        temperature=args.temperature, top_p=args.top_p, logprobs=args.logprobs, ignore_eos=True, max_tokens=None
+        temperature=args.temperature,
+        top_p=args.top_p,
+        logprobs=args.logprobs,
+        presence_penalty=args.presence,
+        ignore_eos=True,
+        max_tokens=None,
     )
     results = []
 
@@ -366,7 +373,7 @@ def main() -> None:
         count = 1 + WARM_STEPS + args.steps
         step_tokens = max(args.chunk, batch)
         count += -(-batch * context // step_tokens) + 1  # sequences do not begin at the same step
-        config = config_of(batch, context + count, step_tokens, args)
+        config = config_of(batch, args.longest or context + count, step_tokens, args)
         experts = experts_touched(model, batch, device)
         floor = floor_seconds(shape, sizes, batch, context, experts)
         begin = time.perf_counter()
@@ -391,7 +398,12 @@ def main() -> None:
                 "memory_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if device.type == "cuda" else None,
                 "cache": "random",
                 "graphs": not args.eager,
-                "sampling": {"temperature": args.temperature, "top_p": args.top_p, "logprobs": args.logprobs},
+                "sampling": {
+                    "temperature": args.temperature,
+                    "top_p": args.top_p,
+                    "logprobs": args.logprobs,
+                    "presence": args.presence,
+                },
                 **extra,
             }
         )

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from inkcap.ops.sample import triton as kernels
-from inkcap.ops.sample.ref import sample
-from inkcap.ops.sample.triton import sample_triton
+from inkcap.ops.sample.ref import penalize, sample
+from inkcap.ops.sample.triton import penalize_triton, sample_triton
 
 SETTINGS = [
     {"temperature": 0.0},
@@ -69,3 +69,13 @@ def test_rows_that_are_no_numbers_give_no_token(bad, heat):
         drawn = function(logits, *arguments)
         assert drawn[0] >= 0
         assert drawn[1:].tolist() == [-1, -1]
+
+
+def test_penalties():
+    torch.manual_seed(4)
+    logits, counts = torch.randn(3, 3000), torch.randint(0, 3, (3000,), dtype=torch.int32)
+    seen = (counts > 0) | (torch.rand(3000) < 0.2)
+    expected = logits.clone()
+    penalize.reference(expected[1], counts, seen, 1.3, 0.7, 0.4)
+    penalize_triton(logits[1], counts, seen, 1.3, 0.7, 0.4)
+    torch.testing.assert_close(logits, expected)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkcap.ops.sample.ref import sample
+from inkcap.ops.sample.ref import penalize, sample
 
 SPAN = 2048  # words of a program that scores
 SEEN = 1024  # words at a time of a program that seeks the edge: 16 candidates each must stay in registers
@@ -161,3 +161,27 @@ def sample_triton(
         )  # fmt: skip
         choose_kernel[(rows,)](best, places, tokens, spans, WIDE=triton.next_power_of_2(spans), num_warps=1)
     return tokens
+
+
+@triton.jit
+def penalize_kernel(logits, counts, seen, repetition, presence, frequency, V, SPAN: tl.constexpr):
+    at = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    inside = at < V
+    x = tl.load(logits + at, mask=inside)
+    count = tl.load(counts + at, mask=inside, other=0)
+    known = tl.load(seen + at, mask=inside, other=0) != 0
+    ones = tl.full(x.shape, 1.0, tl.float32)
+    x = tl.where(known, tl.where(x > 0, tl.div_rn(x, ones * repetition), x * repetition), x)
+    x -= frequency * count.to(tl.float32) + presence * (count > 0).to(tl.float32)
+    tl.store(logits + at, x, mask=inside)
+
+
+@penalize.implement("triton", when=lambda device: device.type == "cuda")
+def penalize_triton(
+    logits: Tensor, counts: Tensor, seen: Tensor, repetition: float, presence: float, frequency: float
+) -> None:
+    """`penalize` of the reference, in one launch: 13 bytes a word."""
+    words = len(logits)
+    penalize_kernel[(triton.cdiv(words, SPAN),)](
+        logits, counts, seen, float(repetition), float(presence), float(frequency), words, SPAN=SPAN, num_warps=8
+    )
