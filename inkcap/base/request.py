@@ -80,6 +80,8 @@ class TokenDelta(Struct, frozen=True, array_like=True):
     cached_tokens: int | None = None  # on the first delta: prompt tokens found in the prefix cache
     prompt_logprobs: list[Logprobs | None] | None = None  # on the first delta when asked for; [0] is None
     error: str | None = None  # with Finish.ERROR
+    queue_seconds: float | None = None  # on the first delta: from arrival until the first step that works on it
+    preemptions: int = 0  # since the last delta: how often it lost its place and waited again
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -93,6 +95,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     device: str
     family: str
     cache_groups: dict[str, int]  # blocks per group
+
+
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
@@ -110,5 +115,6 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     prefix_hits: int = 0  # tokens found
     steps: int = 0
     step_tokens: int = 0  # tokens run in all steps
+    step_sizes: list[int] = field(default_factory=list)  # steps by their tokens: up to each of STEP_BOUNDS, and above
     step_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)  # by Finish

@@ -11,7 +11,8 @@ So neither a long prompt stalls decoding nor decoding a long prompt, and nobody 
 smallest (priority, arrival). If the cache refuses a row, the youngest running one gives up its blocks and waits again.
 """
 
-from bisect import insort
+import time
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import chain
@@ -19,7 +20,7 @@ from operator import attrgetter
 
 from inkcap.base.config import CacheConfig, SchedConfig
 from inkcap.base.errors import BadRequest, ConfigInvalid, ContextTooLong, QueueFull
-from inkcap.base.request import EngineStats, Finish, GenerateRequest, TokenDelta
+from inkcap.base.request import STEP_BOUNDS, EngineStats, Finish, GenerateRequest, TokenDelta
 from inkcap.base.step import Chunk, Continue, RowResult, RowSetup, StepPlan, StepResult
 from inkcap.cache.group import CacheGroup
 from inkcap.cache.manager import CacheManager, Holding
@@ -107,6 +108,7 @@ class Scheduler:
         self._count: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._seconds = 0.0
+        self._step_sizes = [0] * (len(STEP_BOUNDS) + 1)
 
     # -- requests
 
@@ -179,6 +181,7 @@ class Scheduler:
             prefix_hits=count["prefix_hits"],
             steps=count["steps"],
             step_tokens=count["step_tokens"],
+            step_sizes=self._step_sizes.copy(),
             step_seconds=self._seconds,
             finished=dict(self._finished),
         )
@@ -203,7 +206,9 @@ class Scheduler:
         if not self._work:
             return None
         self._step = step
-        self._count["step_tokens"] += sum(map(_tokens, self._work)) if self._pressed else budget - left
+        size = sum(map(_tokens, self._work)) if self._pressed else budget - left
+        self._count["step_tokens"] += size
+        self._step_sizes[bisect_left(STEP_BOUNDS, size)] += 1
         blocks, moves = self.manager.drain()
         closed, self._closed = self._closed, []
         work, workers = self._work, self._workers
@@ -302,6 +307,7 @@ class Scheduler:
             )
             if seq.served == 0:
                 seq.cached_tokens = start
+                seq.queue_seconds = max(0.0, time.time() - request.arrival) if request.arrival else None
                 if not wants_all:
                     self._count["prefix_queries"] += seq.prompt_length
                     self._count["prefix_hits"] += start
@@ -409,7 +415,7 @@ class Scheduler:
                 deltas.append(self._full_delta(seq, row, gained, finish))
                 self._end(seq, finish)
             elif gained:
-                plain = row.logprobs is None and seq.cached_tokens is None
+                plain = row.logprobs is None and seq.cached_tokens is None and not seq.preemptions
                 deltas.append(TokenDelta(seq.name, row.tokens) if plain else self._full_delta(seq, row, gained, None))
         self._count["generated_tokens"] += generated
         self._count["steps"] += 1
@@ -428,8 +434,11 @@ class Scheduler:
             cached_tokens=seq.cached_tokens,
             prompt_logprobs=seq.prompt_logprobs,
             error=row.error,
+            queue_seconds=seq.queue_seconds,
+            preemptions=seq.preemptions,
         )
-        seq.cached_tokens = None
+        seq.cached_tokens = seq.queue_seconds = None
+        seq.preemptions = 0
         seq.prompt_logprobs = None
         return delta
 

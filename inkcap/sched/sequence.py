@@ -37,8 +37,10 @@ class Sequence:
         "low",
         "name",
         "order",
+        "preemptions",
         "prompt_length",
         "prompt_logprobs",
+        "queue_seconds",
         "request",
         "row",
         "served",
@@ -65,6 +67,8 @@ class Sequence:
         self.in_flight = 0  # planned steps without a result
         self.served = 0  # the step that last had work for it, kept where not all rows get some; 0: never ran
         self.cached_tokens: int | None = None  # prompt tokens that were found, until reported
+        self.queue_seconds: float | None = None  # that it waited before it first ran, until reported
+        self.preemptions = 0  # that are not reported yet
         self.prompt_logprobs: list[Logprobs | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
@@ -87,6 +91,7 @@ class Sequence:
         """RUNNING -> WAITING. The caller has released the holding; state is computed again later."""
         assert self.status is Status.RUNNING, f"{self.name} cannot be preempted: {self.status.value}"
         self.status = Status.WAITING
+        self.preemptions += 1
         self.row = -1
         self.holding = None
         if self.prompt_logprobs is not None:

@@ -16,13 +16,26 @@ Arrived = list[tuple[int, list[TokenDelta]]]  # per sequence that has something:
 class Track:
     """What is known of one sequence so far."""
 
-    __slots__ = ("cached_tokens", "ended", "first_at", "generated", "last_at", "prompt_logprobs", "request", "source")
+    __slots__ = (
+        "cached_tokens",
+        "ended",
+        "first_at",
+        "generated",
+        "last_at",
+        "preemptions",
+        "prompt_logprobs",
+        "queue_seconds",
+        "request",
+        "source",
+    )
 
     def __init__(self, request: GenerateRequest, source: AsyncIterator[list[TokenDelta]]) -> None:
         self.request = request
         self.source = source
         self.generated = 0
         self.cached_tokens = 0
+        self.queue_seconds = 0.0
+        self.preemptions = 0
         self.prompt_logprobs: list[Logprobs | None] | None = None
         self.first_at = 0.0
         self.last_at = 0.0
@@ -107,6 +120,8 @@ class Run:
             count += len(delta.tokens)
             if delta.cached_tokens is not None:
                 track.cached_tokens = delta.cached_tokens
+                track.queue_seconds = delta.queue_seconds or 0.0
+            track.preemptions += delta.preemptions
             if delta.prompt_logprobs is not None:
                 track.prompt_logprobs = delta.prompt_logprobs
         if count:
@@ -156,6 +171,11 @@ class Run:
         if reason in (Finish.STOP, Finish.LENGTH):
             self.metrics.end_to_end.observe(now - self.started)
             self.metrics.generation_tokens.observe(track.generated)
+            self.metrics.preemptions.observe(track.preemptions)
+            if track.generated:
+                self.metrics.queue.observe(track.queue_seconds)
+                self.metrics.prefill.observe(max(0.0, track.first_at - self.started - track.queue_seconds))
+                self.metrics.inference.observe(max(0.0, track.last_at - self.started - track.queue_seconds))
             if track.generated > 1:
                 decode = track.last_at - track.first_at
                 self.metrics.decode.observe(decode)

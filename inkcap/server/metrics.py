@@ -6,7 +6,7 @@ A histogram costs one bisection per observation, so that one per token can be af
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
-from inkcap.base.request import EngineInfo, EngineStats
+from inkcap.base.request import STEP_BOUNDS, EngineInfo, EngineStats
 
 SECONDS = (1, 2.5, 5, 7.5, 10, 20, 40, 80)
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, *SECONDS, 160, 640, 2560)
@@ -17,6 +17,7 @@ REQUEST_BUCKETS = (
 HTTP_BUCKETS = (0.1, 0.5, 1)
 COUNT_BUCKETS = tuple(d * 10**e for e in range(7) for d in (1, 2, 5))
 N_BUCKETS = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS = (0, 1, 2, 5, 10, 20, 50, 100)
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -66,7 +67,11 @@ class Metrics:
         self.inter_token = Histogram(TOKEN_BUCKETS)
         self.per_output_token = Histogram(TOKEN_BUCKETS)
         self.end_to_end = Histogram(REQUEST_BUCKETS)
+        self.queue = Histogram(REQUEST_BUCKETS)
+        self.prefill = Histogram(REQUEST_BUCKETS)
         self.decode = Histogram(REQUEST_BUCKETS)
+        self.inference = Histogram(REQUEST_BUCKETS)
+        self.preemptions = Histogram(PREEMPTION_BUCKETS)
         self.prompt_tokens = Histogram(COUNT_BUCKETS)
         self.generation_tokens = Histogram(COUNT_BUCKETS)
         self.max_tokens = Histogram(COUNT_BUCKETS)
@@ -95,7 +100,11 @@ class Metrics:
         yield "inter_token_latency_seconds", "Time between tokens of one sequence.", self.inter_token
         yield "request_time_per_output_token_seconds", "Mean time per token of a request.", self.per_output_token
         yield "e2e_request_latency_seconds", "Time from arrival to the last token.", self.end_to_end
+        yield "request_queue_time_seconds", "Time from arrival to the first step that works on it.", self.queue
+        yield "request_prefill_time_seconds", "Time from that step to the first token.", self.prefill
         yield "request_decode_time_seconds", "Time from the first token to the last.", self.decode
+        yield "request_inference_time_seconds", "Time from the first step to the last token.", self.inference
+        yield "request_num_preemptions", "Preemptions of a sequence.", self.preemptions
         yield "request_prompt_tokens", "Prompt tokens of a sequence.", self.prompt_tokens
         yield "request_generation_tokens", "Generated tokens of a sequence.", self.generation_tokens
         yield "request_max_num_generation_tokens", "Largest number of tokens a request may get.", self.max_tokens
@@ -148,8 +157,8 @@ class Metrics:
             yield f"# HELP vllm:{name} {meaning}"
             yield f"# TYPE vllm:{name} histogram"
             yield from histogram.lines(f"vllm:{name}", labels)
-        steps = Histogram(())  # the engine keeps sum and count only
-        steps.observe(stats.step_tokens / stats.steps if stats.steps else 0.0, stats.steps)
+        steps = Histogram(STEP_BOUNDS)  # as the engine counted them
+        steps.counts, steps.total = stats.step_sizes or steps.counts, float(stats.step_tokens)
         yield "# HELP vllm:iteration_tokens_total Tokens of a step."
         yield "# TYPE vllm:iteration_tokens_total histogram"
         yield from steps.lines("vllm:iteration_tokens_total", labels)

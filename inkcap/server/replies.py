@@ -194,6 +194,8 @@ def merged(deltas: list[TokenDelta]) -> TokenDelta:
         cached_tokens=first.cached_tokens,
         prompt_logprobs=first.prompt_logprobs,
         error=last.error,
+        queue_seconds=first.queue_seconds,
+        preemptions=sum([delta.preemptions for delta in deltas]),
     )
 
 

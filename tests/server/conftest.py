@@ -75,6 +75,8 @@ class Stream:
                 finish=finish,
                 stop_token=token if finish is Finish.STOP else None,
                 cached_tokens=3 if first else None,
+                queue_seconds=0.5 if first else None,
+                preemptions=1 if self.made < 3 else 0,
                 prompt_logprobs=prompt,
             )
         )

@@ -79,8 +79,9 @@ def test_tokenize_and_detokenize(call, tokenizer):
 def test_metrics(call, engine, chat_answer):
     ids = chat_answer("think", "a b c")
     engine.numbers = EngineStats(
-        running=2, waiting=1, cache_usage=0.5, group_usage={"full": 0.5}, generated_tokens=9, steps=3, step_tokens=12
-    )
+        running=2, waiting=1, cache_usage=0.5, group_usage={"full": 0.5}, generated_tokens=9, steps=3, step_tokens=12,
+        step_sizes=[0, 2, 1, *[0] * 11],
+    )  # fmt: skip
     call("POST", CHAT, json={**ASK, "n": 2})
     call("POST", CHAT, json={**ASK, "temperature": -1})
     call("GET", "/nowhere/at/all")
@@ -104,6 +105,13 @@ def test_metrics(call, engine, chat_answer):
     assert values[f'vllm:request_generation_tokens_bucket{{{labels},le="5"}}'] == 0
     assert values[f"vllm:request_generation_tokens_sum{{{labels}}}"] == 2 * len(ids)
     assert values[f"vllm:iteration_tokens_total_sum{{{labels}}}"] == 12
+    assert values[f"vllm:iteration_tokens_total_count{{{labels}}}"] == 3
+    assert values[f'vllm:iteration_tokens_total_bucket{{{labels},le="8"}}'] == 2
+    assert values[f"vllm:request_queue_time_seconds_sum{{{labels}}}"] == 1.0  # as the fake engine says, twice 0.5
+    for part in ("prefill", "decode", "inference"):
+        assert values[f"vllm:request_{part}_time_seconds_count{{{labels}}}"] == 2
+    assert values[f'vllm:request_num_preemptions_bucket{{{labels},le="1"}}'] == 0
+    assert values[f'vllm:request_num_preemptions_bucket{{{labels},le="2"}}'] == 2
     assert values[f"vllm:reasoning_tokens_total{{{labels}}}"] == 2  # "think" is one token
     assert values[f'http_requests_total{{handler="{CHAT}",method="POST",status="2xx"}}'] == 1
     assert values[f'http_requests_total{{handler="{CHAT}",method="POST",status="4xx"}}'] == 1

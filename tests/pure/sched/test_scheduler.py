@@ -6,7 +6,7 @@ import pytest
 
 from inkcap.base.config import CacheConfig, SchedConfig
 from inkcap.base.errors import BadRequest, ConfigInvalid, ContextTooLong, NotEnoughMemory, QueueFull
-from inkcap.base.request import Finish, GenerateRequest, Logprobs, SamplingParams, TokenDelta
+from inkcap.base.request import STEP_BOUNDS, Finish, GenerateRequest, Logprobs, SamplingParams, TokenDelta
 from inkcap.base.step import Chunk, Continue, RowResult, StepPlan, StepResult
 from inkcap.cache.group import CacheGroup
 from inkcap.sched.scheduler import Scheduler, build_scheduler
@@ -253,6 +253,9 @@ def test_the_youngest_is_preempted_and_comes_back_with_its_tokens() -> None:
     assert len(story.told("old")) == 200
     ends = [d.request_id for d in story.deltas if d.finish]
     assert ends == ["old", "young"]
+    told = [d.preemptions for d in story.deltas if d.request_id == "young"]
+    assert sum(told) == max(told) == 1
+    assert not any(d.preemptions for d in story.deltas if d.request_id == "old")
 
 
 def test_lower_priority_is_preempted_before_younger() -> None:
@@ -534,6 +537,19 @@ def test_limits_that_fit_no_step_are_refused() -> None:
     assert story.told("a") == [7, 7, 7]
 
 
+def test_the_time_in_the_queue_is_told_once(monkeypatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 100.0)
+    story = Story(rows=1)
+    story.add("a", 20, max_tokens=4)
+    story.add("b", 20, max_tokens=4)  # arrived at 1.0, as Story counts
+    story.step()
+    monkeypatch.setattr("time.time", lambda: 107.0)
+    story.finish()
+    told = {name: [d.queue_seconds for d in story.deltas if d.request_id == name] for name in "ab"}
+    assert told["b"] == [106.0, None, None, None]
+    assert told["a"] == [None] * 4  # no time of arrival is known
+
+
 def test_counters_add_up() -> None:
     story = Story()
     story.add("a", 20, max_tokens=4)
@@ -549,4 +565,7 @@ def test_counters_add_up() -> None:
     assert stats.steps == len(story.plans)
     assert stats.step_tokens == 50 + 3 + 1
     assert stats.step_seconds == 0.5 * stats.steps
+    assert len(stats.step_sizes) == len(STEP_BOUNDS) + 1
+    assert stats.step_sizes[STEP_BOUNDS.index(64)] == 1  # the first, of 50 tokens
+    assert stats.step_sizes[0] + stats.step_sizes[1] == stats.steps - 1  # those of one token, or of two
     assert stats.finished == {"length": 2}
