@@ -21,11 +21,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 
 from inkcap.bench.serve import PATHS, Load, drive, table
+from inkcap.bench.workload import Lengths, Shape
 from inkcap.terminal.chat import free_port
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -97,7 +99,7 @@ def answers(url: str) -> bool:
 def measure(url: str, server: int, load: Load) -> dict[str, object]:
     """The load's figures and the CPU time it took."""
     engine = child_of(server)
-    warm = Load(**{**vars(load), "requests": load.concurrency, "output_tokens": 8, "warmup": 0})
+    warm = replace(load, shape=replace(load.shape, requests=load.concurrency, output_tokens=Lengths(8, 8)), warmup=0)
     uvloop.run(drive(warm))
     before = cpu_seconds(Path(f"/proc/{server}/stat")), cpu_seconds(Path(f"/proc/{engine}/stat")), core_seconds(engine)
     result = uvloop.run(drive(load))
@@ -140,9 +142,11 @@ def main() -> int:
             url=url,
             api=args.api,
             concurrency=args.concurrency,
-            requests=args.requests,
-            prompt_tokens=args.prompt_tokens,
-            output_tokens=args.output_tokens,
+            shape=Shape(
+                requests=args.requests,
+                prompt_tokens=Lengths(args.prompt_tokens, args.prompt_tokens),
+                output_tokens=Lengths(args.output_tokens, args.output_tokens),
+            ),
         )
         result = measure(url, server, load)
     print(json.dumps({**result, "no_model": args.no_model}))

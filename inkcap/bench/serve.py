@@ -1,176 +1,92 @@
 """`inkcap bench serve`: drives any OpenAI-compatible server with concurrent streams and reports what a client sees.
 
-Prompts are drawn from common words, one token each in most vocabularies; the counts reported are the server's own.
+Datasets: random prompts, prompts that share beginnings, agents whose conversations grow turn by turn, and traces with
+arrival times. Lengths are in common words; the counts reported are the server's own.
 """
 
 import argparse
 import asyncio
 import json
-import random
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import uvloop
 
 from inkcap.bench.http import Connection, Target
+from inkcap.bench.measure import Reply, Sample, measure
+from inkcap.bench.plot import Panel, cumulative, figure
+from inkcap.bench.workload import DATASETS, Lengths, Message, Session, Shape, Turn, WorkloadInvalid, sessions
 
-COMMON_WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work government number night point home water room mother "
-    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
-    "father power hour game line end member law car city"
-)
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-
-
-class Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[object] | None = None
-
-
-class Choice(msgspec.Struct):
-    text: str | None = None
-    delta: Delta | None = None
-    finish_reason: str | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class Chunk(msgspec.Struct):
-    """The fields of a streamed chunk that a measurement needs."""
-
-    choices: list[Choice] = msgspec.field(default_factory=list)
-    usage: Usage | None = None
-    error: object = None
-
-
-decode = msgspec.json.Decoder(Chunk).decode
+BINS = 60  # of a plot over time
+Result = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What to send."""
+    """What to send, and how."""
 
     url: str
     model: str | None = None  # None: the first one the server lists
     api: str = "chat"
     api_key: str | None = None
+    dataset: str = "random"
+    shape: Shape = field(default_factory=Shape)
+    rate: float | None = None  # sessions a second; None: as fast as `concurrency` streams take them
     concurrency: int = 64
-    requests: int = 256
-    warmup: int = 1  # requests before the clock starts
-    prompt_tokens: int = 128
-    output_tokens: int = 128
+    warmup: int = 1  # requests before the clock starts, with texts of their own
     temperature: float = 1.0
     seed: int = 0
     timeout_s: float = 600.0
 
 
-@dataclass
-class Sample:
-    """One request as its client saw it. Times are seconds since it was sent."""
+class Conversation:
+    """The messages of one session so far, as its client sends them."""
 
-    first: float = 0.0  # first chunk with text
-    last: float = 0.0  # last chunk with text
-    total: float = 0.0
-    gaps: list[float] = field(default_factory=list)  # between chunks with text
-    chunks: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    failure: str | None = None
+    def __init__(self, load: Load, model: str, session: Session) -> None:
+        self.load = load
+        self.model = model
+        self.messages = list(session.opening)
 
+    def body(self, turn: Turn) -> bytes:
+        """The next request, with the turn's message in it."""
+        self.add(turn.message)
+        if self.load.api == "completions":
+            prompt: Message = {"prompt": "\n".join(str(message.get("content") or "") for message in self.messages)}
+        else:
+            prompt = {"messages": self.messages}
+        return msgspec.json.encode(
+            {
+                "model": self.model,
+                **prompt,
+                "max_tokens": turn.output_tokens,
+                "min_tokens": turn.output_tokens,
+                "ignore_eos": True,
+                "temperature": self.load.temperature,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
 
-class Events:
-    """Splits a body into SSE events and keeps the times that matter."""
+    def add(self, message: Message) -> None:
+        """A tool's output answers the calls that the model made; when it made none, the user brings the output."""
+        if message["role"] != "tool" or "tool_call_id" in message:
+            self.messages.append(message)
+            return
+        calls = self.messages[-1].get("tool_calls")
+        if not isinstance(calls, list):
+            self.messages.append({**message, "role": "user"})
+            return
+        for index, call in enumerate(calls):
+            self.messages.append(
+                {**message, "tool_call_id": call["id"], "content": "" if index else message["content"]}
+            )
 
-    def __init__(self, sample: Sample, sent: float) -> None:
-        self.sample = sample
-        self.sent = sent
-        self.rest = b""
-        self.ended = False
-
-    def feed(self, data: bytes, arrived: float) -> None:
-        *events, self.rest = (self.rest + data).split(b"\n\n")
-        texts = 0
-        for event in events:
-            if not event.startswith(b"data: "):
-                continue
-            payload = event[6:]
-            if payload == b"[DONE]":
-                self.ended = True
-            else:
-                try:
-                    texts += self.chunk(decode(payload))
-                except msgspec.DecodeError as error:
-                    self.sample.failure = f"an event is no chunk: {error}"
-        if texts:
-            sample, now = self.sample, arrived - self.sent
-            if sample.chunks:
-                sample.gaps.append(now - sample.last)
-            else:
-                sample.first = now
-            sample.last = now
-            sample.chunks += 1
-
-    def chunk(self, chunk: Chunk) -> bool:
-        if chunk.error is not None:
-            self.sample.failure = f"error event: {chunk.error!r:.200}"
-        if chunk.usage is not None:
-            self.sample.prompt_tokens = chunk.usage.prompt_tokens
-            self.sample.output_tokens = chunk.usage.completion_tokens
-        for choice in chunk.choices:
-            delta = choice.delta
-            if choice.text or (
-                delta and (delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
-            ):
-                return True
-        return False
-
-
-def request_body(load: Load, model: str, draw: random.Random) -> bytes:
-    """One request, as bytes."""
-    text = " ".join(draw.choices(COMMON_WORDS.split(), k=load.prompt_tokens))
-    prompt = {"prompt": text} if load.api == "completions" else {"messages": [{"role": "user", "content": text}]}
-    return msgspec.json.encode(
-        {
-            "model": model,
-            **prompt,
-            "max_tokens": load.output_tokens,
-            "min_tokens": load.output_tokens,
-            "ignore_eos": True,
-            "temperature": load.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    )
-
-
-async def measure(connection: Connection, load: Load, body: bytes) -> Sample:
-    """Send one request and follow its stream to the end. A failure is part of the sample."""
-    sample = Sample()
-    sent = time.perf_counter()
-    events = Events(sample, sent)
-    try:
-        status = await connection.request("POST", PATHS[load.api], body, events.feed, load.timeout_s)
-    except (OSError, TimeoutError) as error:
-        sample.failure = f"{type(error).__name__}: {error}"
-    else:
-        if status != 200:
-            sample.failure = f"status {status}"
-        elif not events.ended:
-            sample.failure = sample.failure or "the stream ended without [DONE]"
-        elif not sample.chunks:
-            sample.failure = sample.failure or "the stream had no text"
-    sample.total = time.perf_counter() - sent
-    if not sample.output_tokens:
-        sample.output_tokens = sample.chunks
-    return sample
+    def answered(self, reply: Reply) -> None:
+        self.messages.append(reply.message())
 
 
 async def first_model(load: Load) -> str:
@@ -184,26 +100,77 @@ async def first_model(load: Load) -> str:
     return msgspec.json.decode(b"".join(parts))["data"][0]["id"]
 
 
-async def drive(load: Load) -> dict[str, object]:
-    """Run the load and summarise it. Raises OSError when the server cannot be reached at all."""
-    model = load.model or await first_model(load)
-    draw = random.Random(load.seed)
-    bodies = [request_body(load, model, draw) for _ in range(load.warmup + load.requests)]
-    connections = [Connection(Target.parse(load.url), load.api_key) for _ in range(load.concurrency)]
-    for body in bodies[: load.warmup]:
-        await measure(connections[0], load, body)
-    left = iter(bodies[load.warmup :])
-    samples: list[Sample] = []
+class Run:
+    """One load on its way: what was measured so far."""
 
-    async def worker(connection: Connection) -> None:
-        samples.extend([await measure(connection, load, body) for body in left])
+    def __init__(self, load: Load, model: str) -> None:
+        self.load = load
+        self.model = model
+        self.target = Target.parse(load.url)
+        self.samples: list[Sample] = []
+        self.skipped = 0  # turns that were not sent, since one before them failed
+        self.started = 0.0
 
-    started = time.perf_counter()
-    await asyncio.gather(*(worker(connection) for connection in connections))
-    seconds = time.perf_counter() - started
-    for connection in connections:
-        connection.close()
-    return summarize(load, model, samples, seconds)
+    async def follow(self, connection: Connection, number: int, session: Session) -> None:
+        """All turns of a session, one after another."""
+        load = self.load
+        conversation = Conversation(load, self.model, session)
+        for index, turn in enumerate(session.turns):
+            body = conversation.body(turn)
+            sample = await measure(connection, PATHS[load.api], body, load.timeout_s, self.started)
+            sample.session, sample.turn = number, index
+            self.samples.append(sample)
+            if sample.failure is not None:
+                self.skipped += len(session.turns) - index - 1
+                return
+            conversation.answered(sample.reply)
+            sample.reply = Reply()  # a long run need not keep every text
+
+    async def closed(self, todo: list[Session]) -> None:
+        """`concurrency` streams, each taking the next session when it is through with one."""
+        left = iter(enumerate(todo))
+
+        async def worker() -> None:
+            connection = Connection(self.target, self.load.api_key)
+            for number, session in left:
+                await self.follow(connection, number, session)
+            connection.close()
+
+        await asyncio.gather(*(worker() for _ in range(min(self.load.concurrency, len(todo)))))
+
+    async def timed(self, todo: list[Session]) -> None:
+        """Each session when its time comes, however many are open: a slow server must not slow its clients."""
+
+        async def one(number: int, session: Session, delay_s: float) -> None:
+            await asyncio.sleep(delay_s)
+            connection = Connection(self.target, self.load.api_key)
+            await self.follow(connection, number, session)
+            connection.close()
+
+        await asyncio.gather(*(one(number, session, session.arrival_s or 0.0) for number, session in enumerate(todo)))
+
+
+async def drive(load: Load) -> Result:
+    """Run the load and summarise it; see `measured`."""
+    return summarize(load, *await measured(load))
+
+
+async def measured(load: Load) -> tuple[Run, float]:
+    """Run the load; what was measured, and the seconds it took.
+
+    Raises OSError when the server cannot be reached at all, WorkloadInvalid.
+    """
+    todo = sessions(load.dataset, load.shape, load.seed, load.rate)
+    run = Run(load, load.model or await first_model(load))
+    warm = Shape(requests=load.warmup, prompt_tokens=load.shape.prompt_tokens, output_tokens=load.shape.output_tokens)
+    connection = Connection(run.target, load.api_key)
+    for session in sessions("random", warm, load.seed + 1):
+        await run.follow(connection, 0, session)
+    connection.close()
+    run.samples.clear()
+    run.started = time.perf_counter()
+    await (run.closed(todo) if todo[0].arrival_s is None else run.timed(todo))
+    return run, time.perf_counter() - run.started
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
@@ -215,8 +182,9 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {name: round(value * 1e3, 3) for name, value in {"mean": sum(ordered) / len(ordered), **at}.items()}
 
 
-def summarize(load: Load, model: str, samples: list[Sample], seconds: float) -> dict[str, object]:
+def summarize(load: Load, run: Run, seconds: float) -> Result:
     """The figures of one run, ready for JSON."""
+    samples = run.samples
     good = [sample for sample in samples if sample.failure is None]
     failures: dict[str, int] = {}
     for sample in samples:
@@ -226,17 +194,22 @@ def summarize(load: Load, model: str, samples: list[Sample], seconds: float) -> 
     prompt = sum(sample.prompt_tokens for sample in good)
     per_token = [(s.last - s.first) / (s.output_tokens - 1) for s in good if s.output_tokens > 1]
     return {
-        "model": model,
+        "model": run.model,
         "api": load.api,
+        "dataset": load.dataset,
         "concurrency": load.concurrency,
+        "rate": load.rate,
+        "sessions": len({sample.session for sample in samples}),
         "requests": len(samples),
         "failed": len(samples) - len(good),
         "failures": failures,
+        "skipped": run.skipped,
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(good) / seconds, 3),
         "output_tokens_per_s": round(output / seconds, 2),
         "total_tokens_per_s": round((output + prompt) / seconds, 2),
         "prompt_tokens": prompt,
+        "cached_prompt_tokens": sum(sample.cached_tokens for sample in good),
         "output_tokens": output,
         "chunks": sum(sample.chunks for sample in good),
         "first_token_ms": quantiles([sample.first for sample in good]),
@@ -246,13 +219,11 @@ def summarize(load: Load, model: str, samples: list[Sample], seconds: float) -> 
     }
 
 
-def table(result: dict[str, object]) -> str:
+def table(result: Result) -> str:
     """The result for people."""
-    rows = [
-        f"{name:22} {result[name]}"
-        for name in ("model", "api", "concurrency", "requests", "failed", "seconds", "requests_per_s")
-    ]
-    rows += [f"{name:22} {result[name]}" for name in ("output_tokens_per_s", "total_tokens_per_s")]
+    names = ("model", "api", "dataset", "concurrency", "requests", "failed", "seconds", "requests_per_s")
+    names += ("output_tokens_per_s", "total_tokens_per_s", "prompt_tokens", "cached_prompt_tokens", "output_tokens")
+    rows = [f"{name:22} {result[name]}" for name in names]
     rows.append(f"{'milliseconds':22} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10}")
     for name in ("first_token_ms", "between_chunks_ms", "per_token_ms", "request_ms"):
         values = result[name]
@@ -263,7 +234,55 @@ def table(result: dict[str, object]) -> str:
     failures = result["failures"]
     assert isinstance(failures, dict)
     rows += [f"failed {count}x: {reason}" for reason, count in failures.items()]
+    if result["skipped"]:
+        rows.append(f"not sent: {result['skipped']} turns after a failed one")
     return "\n".join(rows)
+
+
+def plot(result: Result, samples: list[Sample], seconds: float) -> str:
+    """The run as SVG: tokens over time, two distributions, and first tokens by length of prompt."""
+    good = [sample for sample in samples if sample.failure is None]
+    bins = [0.0] * BINS
+    for sample in good:
+        when = sample.started + sample.first
+        for gap in (0.0, *sample.gaps):
+            when += gap
+            bins[min(BINS - 1, int(when / seconds * BINS))] += sample.output_tokens / sample.chunks
+    width = seconds / BINS
+    first = [sample.first * 1e3 for sample in good]
+    gaps = sorted(gap * 1e3 for sample in good for gap in sample.gaps)
+    panels = [
+        Panel("Output tokens per second", "seconds", [((i + 0.5) * width, n / width) for i, n in enumerate(bins)]),
+        Panel("Share of requests with their first token", "milliseconds", cumulative(first), top=1.0),
+        Panel("Share of chunks that came within", "milliseconds, to p99.9",
+              cumulative(gaps[: max(1, len(gaps) * 999 // 1000)]), top=1.0),
+        Panel("First token, milliseconds", "prompt tokens not in the cache",
+              [(s.prompt_tokens - s.cached_tokens, s.first * 1e3) for s in good], dots=True),
+    ]  # fmt: skip
+    title = f"{result['model']}, {result['dataset']}: {result['requests']} requests, {result['failed']} failed, "
+    return figure(f"{title}{result['output_tokens_per_s']} output tokens per second", panels)
+
+
+def lengths(text: str) -> Lengths:
+    """For argparse, which shows the message of this error only."""
+    try:
+        return Lengths.parse(text)
+    except WorkloadInvalid as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is too few; 1 or more")
+    return value
+
+
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -272,23 +291,56 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model to ask for; default: the first one the server lists")
     parser.add_argument("--api", choices=sorted(PATHS), default="chat")
     parser.add_argument("--api-key")
-    parser.add_argument("--concurrency", type=int, default=64, help="streams that are open at once")
-    parser.add_argument("--requests", type=int, default=256, help="requests in all")
+    parser.add_argument("--dataset", choices=[*DATASETS, "trace"], default="random", help="what is asked")
+    parser.add_argument("--concurrency", type=positive, default=64, help="streams that are open at once")
+    parser.add_argument("--rate", type=above_zero, help="sessions a second instead, however many are open")
+    parser.add_argument("--requests", type=positive, default=256, help="requests in all; of a trace: at most")
     parser.add_argument("--warmup", type=int, default=1, help="requests before the clock starts")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="words of a prompt, about one token each")
-    parser.add_argument("--output-tokens", type=int, default=128, help="tokens of an answer, with ignore_eos")
+    one, several = "128", "64-256"
+    parser.add_argument("--prompt-tokens", type=lengths, default=one, help=f"words of a prompt: {one} or {several}")
+    parser.add_argument("--output-tokens", type=lengths, default=one, help="tokens of an answer, with ignore_eos")
+    parser.add_argument("--prefixes", type=positive, default=8, help="shared, agent: different beginnings")
+    parser.add_argument("--prefix-tokens", type=lengths, default="1024", help="shared, agent: words of a beginning")
+    parser.add_argument("--turns", type=lengths, default="8", help="agent: requests of a session")
+    parser.add_argument("--tool-tokens", type=lengths, default="256", help="agent: words that a tool puts out")
+    parser.add_argument("--trace", metavar="FILE", help="trace: JSON lines with arrival times")
+    parser.add_argument("--speed", type=above_zero, default=1.0, help="trace: of its clock; 2 is twice the load")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--timeout", type=float, default=600.0, dest="timeout_s", help="seconds for one request")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write figures of every request")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot")
     parser.add_argument("--quiet", action="store_true", help="the JSON line only")
 
 
+def load_of(args: argparse.Namespace) -> Load:
+    given = vars(args)
+    shape = Shape(**{name: given[name] for name in Shape.__dataclass_fields__})
+    names = set(Load.__dataclass_fields__) - {"shape"}
+    return Load(shape=shape, **{name: given[name] for name in names})
+
+
+def described(load: Load) -> dict[str, object]:
+    """The load as its flags say it, without the key."""
+    shown = {name: value for name, value in (vars(load) | vars(load.shape)).items() if name not in ("shape", "api_key")}
+    return {name: str(value) if isinstance(value, Lengths) else value for name, value in shown.items()}
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print a table to stderr and one JSON line to stdout. Exit code 1 when a request failed, 2 without a server."""
-    names = Load.__dataclass_fields__
-    load = Load(**{name: value for name, value in vars(args).items() if name in names})
+    """Print a table to stderr and one JSON line to stdout.
+
+    The exit code is 1 when a request failed, 2 without a server or with flags that contradict each other.
+    """
+    load = load_of(args)
     try:
-        result = uvloop.run(drive(load))
+        done, seconds = uvloop.run(measured(load))
+        result = summarize(load, done, seconds)
+        if args.output:
+            requests = [sample.figures() for sample in done.samples]
+            content = {"load": described(load), "result": result, "requests": requests}
+            args.output.write_text(json.dumps(content, indent=1) + "\n")
+        if args.plot:
+            args.plot.write_text(plot(result, done.samples, seconds))
     except (OSError, ValueError) as error:
         print(f"inkcap bench serve: {error}", file=sys.stderr)
         return 2
