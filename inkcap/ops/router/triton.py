@@ -45,13 +45,18 @@ def choose(
         logit += tl.load(at + e, mask=e < E, other=0.0, cache_modifier=".cg")
         picked += tl.load(at + E - TOP + place, mask=behind, other=0.0, cache_modifier=".cg")
     score = tl.sigmoid(logit) + tl.load(bias + e, mask=e < E, other=0.0)
-    score = tl.where(e < E, score, float("-inf"))
+    # bits of the score in an order of integers, and the index behind them so that the lowest wins: one maximum a choice
+    bits = score.to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (BE - 1 - e).to(tl.int64)
+    lowest = tl.full([BE], -(2**63), tl.int64)
+    key = tl.where(e < E, key, lowest)
     expert = tl.zeros([BP], tl.int32)
     for k in tl.static_range(TOP):
-        best = tl.minimum(tl.argmax(score, 0), E - 1)
-        picked = tl.where(place == k, tl.sum(tl.where(e == best, logit, 0.0), 0), picked)
-        expert = tl.where(place == k, best, expert)
-        score = tl.where(e == best, float("-inf"), score)
+        best = tl.max(key, 0)
+        expert = tl.where(place == k, BE - 1 - (best & 0xFFFFFFFF).to(tl.int32), expert)
+        key = tl.where(key == best, lowest, key)
+    chosen = tl.sum(tl.where(e[None, :] == expert[:, None], logit[None, :], 0.0), 1)
+    picked = tl.where(place < TOP, chosen, picked)
     if SINK:
         log = tl.minimum(picked, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(picked)))  # of the sigmoid, which may underflow
         log = tl.where(place < TOP + S, log, float("-inf"))
