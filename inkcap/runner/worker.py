@@ -31,12 +31,19 @@ from inkcap.sampling.sampler import Sampled, Sampler
 LOGITS_BYTES = 64 << 20  # of prompt log-probabilities at a time: a chunk's logits at once would be gigabytes
 
 
+class Clock:
+    """When the last step was finished, by time.perf_counter()."""
+
+    finished = 0.0
+
+
 @dataclass(frozen=True)
 class Launched:
     """A step that has begun, and how its results come back."""
 
     plan: StepPlan
     began: float  # time.perf_counter()
+    clock: Clock  # of the worker
     sampling: list[int]  # entries of the plan's work that drew a token
     sampled: Sampled | None  # None: nothing was drawn
     back: Download  # of `sampled.numbers`
@@ -62,7 +69,8 @@ class Launched:
             else RowResult(work.row, [], error=self.failed[work.row])
             for place, work in enumerate(plan.work)
         ]
-        return StepResult(step=plan.step, rows=rows, seconds=time.perf_counter() - self.began)
+        begin, self.clock.finished = max(self.began, self.clock.finished), time.perf_counter()  # steps overlap
+        return StepResult(step=plan.step, rows=rows, seconds=self.clock.finished - begin)
 
 
 @contextmanager
@@ -113,6 +121,7 @@ class Worker:
         room = {"capacity": self.max_length + 1, "spare": 1} if gpu else {}
         self.table = RowTable(config.sched.rows, sizes, model.vocab_size, self.rules, self.device, **room)
         self.sampler = Sampler(self.rules.banned, self.device)
+        self.clock = Clock()
         self.guides = Guides(compiler, self.device)
         self.graphs = self._capture() if gpu and config.model.graphs else None
 
@@ -153,18 +162,20 @@ class Worker:
         table.place(plan.blocks)
         self.arena.copy(plan.moves)
         if not plan.work:
-            return Launched(plan, began, [], None, Download([]), {}, {})
+            return Launched(plan, began, self.clock, [], None, Download([]), {}, {})
         if self.graphs is not None and self.graphs.fit(plan):
             sampled = self.graphs.run(plan)
             self.guides.drawn([work.row for work in plan.work], sampled.tokens)
             every = [*range(len(plan.work))]
-            return Launched(plan, began, every, sampled, Download(sampled.numbers), {}, {**self.guides.failed})
+            return Launched(
+                plan, began, self.clock, every, sampled, Download(sampled.numbers), {}, {**self.guides.failed}
+            )
         step = build(plan, table, self.arena.planes)
         hidden = self.model.forward(step.batch)  # [T, D]
         prompts = self._prompt_logprobs(plan, step, hidden)
         sampled = self._sample(plan, step, hidden) if step.sampling else None
         back = Download(sampled.numbers if sampled is not None else [])
-        return Launched(plan, began, step.sampling, sampled, back, prompts, {**self.guides.failed})
+        return Launched(plan, began, self.clock, step.sampling, sampled, back, prompts, {**self.guides.failed})
 
     def _capture(self) -> Graphs | None:
         """Decode steps as graphs; None, which is logged, where this model has ops without a kernel."""
