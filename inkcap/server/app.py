@@ -43,9 +43,11 @@ def create_app(
             reporter.cancel()
             await asyncio.gather(reporter, return_exceptions=True)
         service.responses.end()
+        if service.tracing is not None:
+            await asyncio.to_thread(service.tracing.close)
         await asyncio.gather(service.grammars.close(), return_exceptions=True)
 
-    stack = [Middleware(Envelope, metrics=service.metrics)]
+    stack = [Middleware(Envelope, metrics=service.metrics, tracing=service.tracing)]
     if settings.cors_origins:
         stack.append(
             Middleware(

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from inkcap.base.errors import Draining, EngineFault
 from inkcap.base.request import Finish, GenerateRequest, Logprobs, TokenDelta
@@ -45,11 +45,19 @@ class Track:
 class Run:
     """Sequences of one request. `cut_off` says why the server ended it, when it did."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, requests: list[GenerateRequest], runs: "set[Run]") -> None:
-        """Submit all or none. Raises QueueFull, Draining or EngineFault."""
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        requests: list[GenerateRequest],
+        runs: "set[Run]",
+        watch: "Callable[[Run], None] | None" = None,
+    ) -> None:
+        """Submit all or none. `watch` is called at the end. Raises QueueFull, Draining or EngineFault."""
         self.engine = engine
         self.metrics = metrics
         self.runs = runs
+        self.watch = watch
         self.cut_off: str | None = None
         self.started = time.perf_counter()
         self.tracks: list[Track] = []
@@ -188,3 +196,6 @@ class Run:
             if not track.ended:
                 self.finish(track, Finish.ABORT)
                 self.engine.abort(track.request.request_id)
+        if self.watch is not None:
+            watch, self.watch = self.watch, None
+            watch(self)

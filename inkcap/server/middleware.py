@@ -16,6 +16,7 @@ from inkcap.base import log
 from inkcap.server import errors
 from inkcap.server.errors import path_of
 from inkcap.server.metrics import Metrics
+from inkcap.server.spans import Spans
 
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 GUARDED = ("/v1", "/inference", "/tokenize", "/detokenize")
@@ -32,9 +33,10 @@ class Envelope:
     The id is the caller's `X-Request-Id` if that is 1 to 128 letters, digits or `_.:-`, else a new one.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Spans | None = None) -> None:
         self.app = app
         self.metrics = metrics
+        self.tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +56,12 @@ class Envelope:
             await send(message)
 
         try:
-            await self.app(scope, receive, tagged)
+            if self.tracing is None:
+                await self.app(scope, receive, tagged)
+            else:
+                with self.tracing.span(scope):
+                    await self.app(scope, receive, tagged)
+                    self.tracing.end(status)
         finally:
             route = scope.get("route")
             handler = route.path if route is not None else "none"

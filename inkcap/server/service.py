@@ -23,6 +23,7 @@ from inkcap.server.generation import Run
 from inkcap.server.grammars import Grammars
 from inkcap.server.metrics import Metrics
 from inkcap.server.responses_store import ResponseStore
+from inkcap.server.spans import start_tracing
 
 VERSION = importlib.metadata.version("inkcap")
 LOADING_RETRY_SECONDS = 5
@@ -46,6 +47,8 @@ class Service:
         self.metrics = Metrics(self.names[0])
         self.runs: set[Run] = set()  # requests that generate now
         self.grammars = Grammars()
+        endpoint = config.server.trace_endpoint
+        self.tracing = start_tracing(endpoint, self.names[0]) if endpoint is not None else None
         self.responses = ResponseStore(config.server.stored_responses, STORED_BYTES)
         self.draining = False
         self.created = int(time.time())
@@ -119,7 +122,7 @@ class Service:
                 rules=rules,
             )
         self.metrics.n.observe(params.n)
-        return Run(self.engine, self.metrics, requests, self.runs)
+        return Run(self.engine, self.metrics, requests, self.runs, self.tracing.note if self.tracing else None)
 
     def note_unknown(self, fields: list[str]) -> None:
         """Log each unknown field of request bodies once; they are accepted, since clients send new ones."""
