@@ -55,28 +55,29 @@ def compare(geometry, steps, dtype=torch.float32, seam=False, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("seam", [False, True], ids=["plain", "sinks_and_gate"])
-def test_steps(geometry, seam):
-    """Chunks, drafts, single tokens and mixtures of them."""
-    compare(geometry, [(33, 1, 0), (1, 1, 3), (1, 2, 1), (1, 1, 1), (18, 1, 5)], seam=seam)
+def test_steps(geometry):
+    """Chunks, drafts, single tokens and mixtures of them; some with sinks and a gate."""
+    compare(geometry, [(33, 1, 0), (1, 2, 3), (1, 1, 1)], seam=geometry in ("full", "window_past_the_extent"))
 
 
-@pytest.mark.parametrize("geometry", ["full", "window"])
-def test_chunks_beside_single_tokens(geometry, monkeypatch):
+@pytest.mark.parametrize("deepest", [0, 256], ids=["sheared", "unrolled"])
+@pytest.mark.parametrize("geometry", ["full", "window", "full_one_kv_head", "window_past_the_extent"])
+def test_chunks_beside_single_tokens(geometry, deepest, monkeypatch):
     """Long chunks take the kernel that walks all keys, the others are split over keys."""
     monkeypatch.setattr(splits, "whole", lambda *args: False)
-    compare(geometry, [(37, 0, 0), (20, 3, 1), (0, 19, 1), (5, 4, 2)], seam=geometry == "full")
+    monkeypatch.setattr(splits, "DEEPEST", deepest)
+    compare(geometry, [(37, 0, 0), (34, 3, 1)], seam=geometry == "full")
 
 
 @pytest.mark.parametrize("geometry", ["full", "window"])
 def test_splits_with_several_tiles(geometry, monkeypatch):
     """Few programs, so that each has several tiles."""
     monkeypatch.setattr(splits, "PROGRAMS", 12)
-    compare(geometry, [(79, 20, 0), (1, 1, 1), (2, 1, 2)])
+    compare(geometry, [(49, 20, 0), (30, 1, 1), (1, 1, 0)])
 
 
 def test_half_precision():
-    compare("full", [(20, 1, 0), (1, 1, 3), (1, 1, 1)], torch.float16, tolerance=4e-3)
+    compare("full", [(20, 1, 0), (1, 1, 3)], torch.float16, tolerance=4e-3)
 
 
 @pytest.mark.parametrize("geometry", ["full", "window"])
@@ -121,4 +122,4 @@ def test_splits_cover_their_tiles():
                 assert plan.far <= max(0, -(-(reach - 1024) // splits.KEYS))
                 assert plan.queries >= 1
                 assert plan.rows >= 8 * plan.queries
-                assert (plan.far > 0) == (reach > 1024)
+                assert (plan.far > 0) <= (reach > 1024)

@@ -46,7 +46,7 @@ def shares(
     end = tl.cdiv(first, BN)
     bend = begin
     if FAR:
-        bend = tl.minimum(tl.maximum(position - EXTENT + 1, 0) // BN, end)
+        bend = tl.minimum(tl.maximum(position - EXTENT + 1, 0), first) // BN  # whole pages
     own_end = own_begin
     if not ONE:
         own_end = tl.cdiv(tl.minimum(offset + BQ, count), BN)
@@ -154,7 +154,7 @@ def split_kernel(
                 rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias,
                 here, tl.minimum(here + near, end), low, first, position, query, rn, rd, state,
                 s_block, s_token, scale * LOG2E,
-                D, DP, BLOCK, BN, STATES, EXTENT, WINDOW, ONE, WIDTH, 1,
+                D, DP, BLOCK, BN, STATES, EXTENT, WINDOW, ONE, WIDTH, SP, 0, 0, 1,
             )  # fmt: skip
             if not ONE:
                 mine = tl.maximum(here - end, 0) + own_begin
@@ -162,7 +162,7 @@ def split_kernel(
                     rows_q, rows_r, grown, acc, top, total,
                     k + start.to(tl.int64) * s_k + head * D, v + start.to(tl.int64) * s_k + head * D, bias,
                     mine, tl.minimum(here + near - end + own_begin, own_end), count, offset, query,
-                    rn, rd, state, s_k, scale * LOG2E, D, DP, BN, STATES, EXTENT, WINDOW, WIDTH, 1,
+                    rn, rd, state, s_k, scale * LOG2E, D, DP, BN, STATES, EXTENT, WINDOW, WIDTH, SP, 0, 0, 1,
                 )  # fmt: skip
         pdl.trigger(PDL)
     if ONE:  # noqa: SIM102  a constant

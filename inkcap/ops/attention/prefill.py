@@ -1,7 +1,8 @@
 """Attention of many queries: a program has a tile of queries and walks all keys they see.
 
 4 * D operations for each visible pair of query head and key is the floor. Tiles without bias and edges take the short
-path; those within the bias are one more product of depth `states` and a shear through shared memory.
+path. In the others the bias is one more product with a bank that was shifted for each query of a tile beforehand, or,
+where that is too deep, a product of depth `states` and a shear through shared memory.
 """
 
 import triton
@@ -11,6 +12,7 @@ from inkcap.ops import pdl
 from inkcap.ops.attention.tile import (
     HIDDEN,
     LOG2E,
+    bank,
     far_own,
     far_pages,
     finish,
@@ -21,6 +23,21 @@ from inkcap.ops.attention.tile import (
 )
 
 
+@triton.jit
+def shift_kernel(
+    bias, table,
+    STATES: tl.constexpr, SP: tl.constexpr, EXTENT: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr,
+    N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The bank shifted by each of a tile's queries, as `tile.unrolled` wants it: [queries + 8, SP, PITCH]."""
+    state = tl.arange(0, SP)
+    x = tl.program_id(1) * N + tl.arange(0, N)
+    columns = bank(bias, tl.program_id(0) + ZERO - x, state, STATES, EXTENT)
+    pdl.trigger(PDL)
+    pdl.wait(PDL)
+    tl.store(table + (tl.program_id(0) * SP + state)[:, None] * PITCH + x[None, :], columns, mask=(x < PITCH)[None, :])
+
+
 @triton.jit(do_not_specialize=["sequences", "least"])
 def tile_kernel(
     q, k, v, r, out, bias, sinks, gate, k_plane, v_plane, table, starts, rows, first_of,
@@ -28,7 +45,9 @@ def tile_kernel(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATES: tl.constexpr, SP: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
     RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
-    SINKS: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, PAGE_STAGES: tl.constexpr, OWN_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One kv head of one tile of queries, of sequences with at least `least` tokens; writes their rows of out.
 
@@ -63,9 +82,13 @@ def tile_kernel(
     inside = live[:, None] & (rd < D)[None, :]
     at = (token * HEADS + of_head)[:, None] * D + rd[None, :]
     rows_q = tl.load(q + at, mask=inside, other=0.0)
+    place = state
+    stated = live[:, None] & (state < STATES)[None, :]
+    if PITCH:
+        place = tl.arange(0, DEPTH) % SP
+        stated = (live[:, None] & (place < STATES)[None, :]) & (query[:, None] == (tl.arange(0, DEPTH) // SP)[None, :])
     rows_r = tl.load(
-        r + token[:, None] * s_r + (of_head * STATES)[:, None] + state[None, :],
-        mask=live[:, None] & (state < STATES)[None, :], other=0.0,
+        r + token[:, None] * s_r + (of_head * STATES)[:, None] + place[None, :], mask=stated, other=0.0
     )  # fmt: skip
     grown = tl.full([BM], LOG2E, tl.float32)
     if SCALED:
@@ -76,7 +99,7 @@ def tile_kernel(
 
     low = 0
     own_begin = 0
-    bend = tl.minimum(tl.maximum(position - EXTENT + 1, 0) // BN, tl.cdiv(first, BN))  # tiles before it have no bias
+    bend = tl.minimum(tl.maximum(position - EXTENT + 1, 0), first) // BN  # tiles before it are whole and have no bias
     own_bend = tl.maximum(offset - EXTENT + 1, 0) // BN
     if WINDOW > 0:  # every tile may have an edge
         low = tl.maximum(position - WINDOW + 1, 0)
@@ -91,7 +114,7 @@ def tile_kernel(
     acc, top, total = near_pages(
         rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias, bend, tl.cdiv(first, BN), low, first,
         position, query, rn, rd, state, s_block, s_token, scale * LOG2E,
-        D, DP, BLOCK, BN, STATES, EXTENT, WINDOW, False, WIDTH, NEAR_STAGES,
+        D, DP, BLOCK, BN, STATES, EXTENT, WINDOW, False, WIDTH, SP, ZERO, PITCH, PAGE_STAGES,
     )  # fmt: skip
     if WINDOW == 0:
         acc, top, total = far_own(
@@ -99,7 +122,8 @@ def tile_kernel(
         )  # fmt: skip
     acc, top, total = near_own(
         rows_q, rows_r, grown, acc, top, total, k, v, bias, own_bend, tl.cdiv(tl.minimum(offset + BQ, count), BN),
-        count, offset, query, rn, rd, state, s_k, scale * LOG2E, D, DP, BN, STATES, EXTENT, WINDOW, WIDTH, NEAR_STAGES,
+        count, offset, query, rn, rd, state, s_k, scale * LOG2E, D, DP, BN, STATES, EXTENT, WINDOW, WIDTH,
+        SP, ZERO, PITCH, OWN_STAGES,
     )  # fmt: skip
     pdl.trigger(PDL)
     y = finish(

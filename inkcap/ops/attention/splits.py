@@ -9,6 +9,7 @@ KEYS = 64  # keys of a tile; a page
 ROWS = 64  # most rows of a tile: 8 queries of 8 heads cost no more than one where keys are many
 FEW = 16  # queries of a sequence that are split over keys whatever the rest of the step is
 PROGRAMS = 264  # two a processor
+DEEPEST = 256  # product of queries and states that is worth unrolling
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,10 @@ class Splits:
         return self.far + self.near
 
 
-def rows_of(widest: int, group: int) -> tuple[int, int]:
-    """Rows and queries of a tile for sequences of up to `widest` queries, each with `group` heads on a kv head."""
+def rows_of(widest: int, group: int, most: int) -> tuple[int, int]:
+    """Rows, about `most` of them, and queries of a tile for sequences of up to `widest` queries with `group` heads."""
     rows = 16
-    while rows < max(min(widest * group, ROWS), group):
+    while rows < max(min(widest * group, most), group):
         rows *= 2
     return rows, 1 if widest == 1 else rows // group
 
@@ -44,7 +45,7 @@ def whole(tokens: int, sequences: int, widest: int, group: int, kv_heads: int) -
     """Whether all sequences are split over keys: there are too few tiles of queries to fill the GPU otherwise."""
     if widest <= FEW:
         return True
-    _, queries = rows_of(widest, group)
+    _, queries = rows_of(widest, group, ROWS)
     return (tokens // queries) * kv_heads < PROGRAMS // 2 and sequences * 4 <= PROGRAMS
 
 
@@ -52,6 +53,45 @@ def near_tiles(reach: int, extent: int, window: int | None) -> int:
     """Most tiles of pages with bias or edges that one query of a sequence of `reach` tokens sees."""
     pages = -(-max(reach - 1, 0) // KEYS)
     return min(pages, ((window or extent) + KEYS - 3) // KEYS + 1)
+
+
+def all_tiles(reach: int, window: int | None) -> int:
+    """Most tiles of pages that one query of a sequence of `reach` tokens sees."""
+    return -(-max(reach - 1, 0) // KEYS) if window is None else near_tiles(reach, window, window)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the kernel for many queries is compiled. Stages are pipeline depths of its kinds of tiles."""
+
+    rows: int
+    warps: int
+    far: int  # without bias
+    pages: int  # pages with bias
+    own: int  # this step's keys with bias
+
+
+def tiling(window: int | None) -> Tiling:
+    """For full attention, or within a window."""
+    return Tiling(ROWS, 4, 3, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """The bank shifted for each query of a tile; `pitch` 0: not done, since the product would be too deep."""
+
+    depth: int
+    zero: int
+    pitch: int
+
+
+def shift(queries: int, states: int, span: int) -> Shift:
+    """For tiles of `queries` queries and padded `states`; keys of tiles with bias are up to `span` and a tile away."""
+    side = 1 << (queries - 1).bit_length()
+    if side * states > DEEPEST:
+        return Shift(states, 0, 0)
+    zero = -(-(span + KEYS) // 16) * 16
+    return Shift(side * states, zero, -(-(zero + side + 8 + KEYS) // 64) * 64)
 
 
 def stages(plan: "Splits") -> int:
@@ -70,12 +110,15 @@ def plan(
     window: int | None,
 ) -> Splits:
     """Splits for sequences of up to `widest` queries and up to `reach` tokens in all."""
-    rows, queries = rows_of(widest, group)
+    rows, queries = rows_of(widest, group, ROWS)
     tiles = sequences if widest == 1 else bound(tokens, sequences, queries)
     own = 0 if widest == 1 else -(-widest // KEYS)
+    pages = -(-max(reach - 1, 0) // KEYS)
     close = max(1, near_tiles(reach, extent, window) + own)
     far_tiles = 0 if window is not None or reach <= extent else -(-(reach - extent) // KEYS)
     programs = tiles * kv_heads
+    if widest == 1 and window is None and pages * programs <= PROGRAMS:  # a tile each, with bias or without
+        return Splits(rows, queries, tiles, 0, max(1, pages))
     if far_tiles <= 0:
         return Splits(rows, queries, tiles, 0, _divide(close, max(1, 2 * PROGRAMS // programs)))
     least = 4 if programs < PROGRAMS // 2 else 2 if programs < PROGRAMS else 1

@@ -98,6 +98,21 @@ def sheared(
 
 
 @triton.jit
+def unrolled(spread, table, distance, rn, SP: tl.constexpr, BN: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr):
+    """Bias [BM, BN], rounded, as a product over queries and states; `distance` is that of the first query and key.
+
+    `spread` [BM, queries * SP] has each row's states at its query's place. Row (i, c) of the tile is the bank's row c
+    shifted by query i: table [queries + 8, SP, PITCH] holds at [n, c, x] the bias of state c at distance n + ZERO - x.
+    The part of the distance below 8 is taken by rows, so that columns start at multiples of 8: 16 bytes.
+    """
+    low = distance & 7
+    begin = tl.multiple_of(ZERO - (distance - low), 8)
+    row = tl.arange(0, spread.shape[1])
+    tile = tl.load(table + (low * SP + row)[:, None] * PITCH + (begin + rn)[None, :])
+    return tl.dot(spread, tile, input_precision="ieee").to(spread.dtype).to(tl.float32)
+
+
+@triton.jit
 def fold(z, v, acc, top, total):
     """One tile of logits into the running softmax."""
     higher = tl.maximum(top, tl.max(z, 1))
@@ -128,22 +143,31 @@ def near_pages(
     q, r, grown, acc, top, total, k_plane, v_plane, table, bias, begin, end, low, high, position, query, rn, rd, state,
     s_block, s_token, scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, STATES: tl.constexpr,
-    EXTENT: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    EXTENT: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr, WIDTH: tl.constexpr, SP: tl.constexpr,
+    ZERO: tl.constexpr, PITCH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles with bias or edges; `position` is that of the first query, `grown` what scales each row's bias."""
+    """Tiles with bias or edges; `position` is that of the first query, `grown` what scales each row's bias.
+
+    With PITCH, r and bias are the operands of `unrolled`.
+    """
     for t in tl.range(begin, end, num_stages=STAGES):
         k, v = paged(
             k_plane, v_plane, table, t, low, high, rn, rd, s_block, s_token, D, DP, BLOCK, BN, True
         )  # fmt: skip
-        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         at = t * BN + rn
+        if PITCH:
+            z = unrolled(r, bias, position - t * BN, rn, SP, BN, ZERO, PITCH) * (grown / scale)[:, None]
+            z = tl.dot(q, tl.trans(k), z, input_precision="ieee") * scale
+        else:
+            z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if ONE:
             columns = bank(bias, position - at, state, STATES, EXTENT)
             z += tl.dot(r, columns, input_precision="ieee").to(r.dtype).to(tl.float32) * grown[:, None]
             z = tl.where(((at >= low) & (at < high))[None, :], z, HIDDEN)
         else:
-            nearest = position - t * BN - (BN - 1)
-            z += sheared(r, bias, nearest, query, rn, state, BN, WIDTH, STATES, EXTENT) * grown[:, None]
+            if not PITCH:
+                nearest = position - t * BN - (BN - 1)
+                z += sheared(r, bias, nearest, query, rn, state, BN, WIDTH, STATES, EXTENT) * grown[:, None]
             seen = (at < high)[None, :]
             if WINDOW > 0:
                 seen = seen & ((position + query)[:, None] - at[None, :] < WINDOW)
@@ -169,14 +193,19 @@ def far_own(
 def near_own(
     q, r, grown, acc, top, total, k_own, v_own, bias, begin, end, count, offset, query, rn, rd, state, s_own, scale,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, STATES: tl.constexpr, EXTENT: tl.constexpr,
-    WINDOW: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, WIDTH: tl.constexpr, SP: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """This step's tiles with bias or edges; `offset` counts the sequence's tokens before the first query."""
     for u in tl.range(begin, end, num_stages=STAGES):
         k, v = fresh(k_own, v_own, u, count, rn, rd, s_own, D, DP, BN, True)
-        z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        nearest = offset - u * BN - (BN - 1)
-        z += sheared(r, bias, nearest, query, rn, state, BN, WIDTH, STATES, EXTENT) * grown[:, None]
+        if PITCH:
+            z = unrolled(r, bias, offset - u * BN, rn, SP, BN, ZERO, PITCH) * (grown / scale)[:, None]
+            z = tl.dot(q, tl.trans(k), z, input_precision="ieee") * scale
+        else:
+            z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            nearest = offset - u * BN - (BN - 1)
+            z += sheared(r, bias, nearest, query, rn, state, BN, WIDTH, STATES, EXTENT) * grown[:, None]
         distance = (offset + query)[:, None] - (u * BN + rn)[None, :]
         seen = distance >= 0
         if WINDOW > 0:

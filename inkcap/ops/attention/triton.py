@@ -7,7 +7,7 @@ from torch import Tensor
 from inkcap.ops import pdl
 from inkcap.ops.attention import splits
 from inkcap.ops.attention.decode import combine_kernel, split_kernel
-from inkcap.ops.attention.prefill import tile_kernel
+from inkcap.ops.attention.prefill import shift_kernel, tile_kernel
 from inkcap.ops.attention.ref import attention
 from inkcap.ops.values import GroupView, Packing, Scores
 
@@ -52,7 +52,7 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
         len(q), sequences, widest, packing.reach, heads // kv, kv, extent, scores.window
     )  # fmt: skip
     one = widest == 1
-    early = one and plan.far == 0 and plan.near >= splits.near_tiles(packing.reach, extent, scores.window)
+    early = one and plan.far == 0 and plan.near >= splits.all_tiles(packing.reach, scores.window)
     on = pdl.supported(q.device)
     parts = plan.tiles * kv * plan.total * plan.queries * (heads // kv)
     sums = torch.empty(parts, size, dtype=torch.float32, device=q.device)
@@ -84,17 +84,27 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> Non
     heads, kv, size = q.shape[1], k.shape[1], q.shape[2]
     states, extent = scores.bias.shape
     sequences = len(packing.rows)
-    rows, queries = splits.rows_of(splits.ROWS, heads // kv)
+    tiling = splits.tiling(scores.window)
+    rows, queries = splits.rows_of(tiling.rows, heads // kv, tiling.rows)
     on = pdl.supported(q.device)
+    bank, shift = scores.bias, splits.shift(queries, padded(states), max(extent, scores.window or 0))
+    if shift.pitch:
+        shifts = shift.depth // padded(states) + 8
+        bank = scores.bias.new_empty(shifts, padded(states), shift.pitch)
+        shift_kernel[(shifts, triton.cdiv(shift.pitch, 256))](
+            scores.bias, bank, states, padded(states), extent, shift.zero, shift.pitch, 256, on,
+            num_warps=4, **pdl.launch(on),
+        )  # fmt: skip
     tile_kernel[(splits.bound(len(q), sequences, queries), kv)](
-        q, k, v, r, out, scores.bias, q if sinks is None else sinks, q if gate is None else gate,
+        q, k, v, r, out, bank, q if sinks is None else sinks, q if gate is None else gate,
         *view.planes[:2], view.table, packing.starts, packing.rows, packing.first,
         sequences, least, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
         0 if gate is None else gate.stride(0), *view.planes[0].stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS,
-        triton.next_power_of_2(queries + splits.KEYS), sinks is not None, gate is not None, 3, 1, on,
-        num_warps=4, **pdl.launch(on),
+        triton.next_power_of_2(queries + splits.KEYS), shift.depth, shift.zero, shift.pitch,
+        sinks is not None, gate is not None, tiling.far, tiling.pages, tiling.own, on,
+        num_warps=tiling.warps, **pdl.launch(on),
     )  # fmt: skip
 
 
