@@ -180,7 +180,7 @@ async def measure(connection: Connection, path: str, body: bytes, timeout_s: flo
         sample.failure = f"{type(error).__name__}: {error}"
     else:
         if status != 200:
-            sample.failure = f"status {status}"
+            sample.failure = f"status {status}{told(events.rest)}"
         elif not events.ended:
             sample.failure = sample.failure or "the stream ended without [DONE]"
         elif not sample.chunks:
@@ -189,3 +189,13 @@ async def measure(connection: Connection, path: str, body: bytes, timeout_s: flo
     if not sample.output_tokens:
         sample.output_tokens = sample.chunks
     return sample
+
+
+def told(body: bytes) -> str:
+    """What an error reply says, for a line in a report; nothing when it is no JSON that we know."""
+    try:
+        error = decode(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    message = error.get("message") if isinstance(error, dict) else error
+    return f": {message!s:.200}" if message else ""

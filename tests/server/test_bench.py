@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from inkcap.bench.http import Target
-from inkcap.bench.measure import CallDelta, Delta, Events, Function, Reply, Sample
+from inkcap.bench.measure import CallDelta, Delta, Events, Function, Reply, Sample, told
 from inkcap.bench.plot import Panel, cumulative, figure, steps
 from inkcap.bench.serve import Conversation, Load, add_flags, drive, load_of, main, quantiles, run
 from inkcap.bench.workload import Lengths, Session, Shape, Turn, WorkloadInvalid, sessions, user
@@ -56,7 +56,7 @@ def test_failures_are_counted_by_reason(site, engine, text_answer):
     text_answer("x")
     engine.capacity = 0
     result = asyncio.run(drive(Load(url=site.url, concurrency=2, warmup=0, shape=shape(5))))
-    assert (result["failed"], result["failures"]) == (5, {"status 429": 5})
+    assert (result["failed"], result["failures"]) == (5, {"status 429: 0 sequences wait already; try again": 5})
     engine.capacity = 100
     engine.pace_s = 0.005
     load = Load(url=site.url, concurrency=2, warmup=0, shape=shape(2, output=1000))
@@ -79,7 +79,7 @@ def test_command_line(site, text_answer, capsys, settings):
     assert "first token" in shown.err
     assert main([*words, "--api-key", "wrong", "--model", "demo", "--quiet"]) == 1
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["failures"] == {"status 401": 3}
+    assert json.loads(shown.out)["failures"] == {"status 401: Unauthorized": 3}
     assert shown.err == ""
     assert main([*words, "--api-key", "wrong"]) == 2
     assert "401" in capsys.readouterr().err
@@ -124,6 +124,11 @@ def test_what_is_no_chunk_is_a_failure():
     sample = Sample()
     Events(sample, 0.0).feed(b"data: {broken\n\n", 1.0)
     assert "no chunk" in sample.failure
+
+
+def test_what_an_error_says():
+    assert told(b'{"error":{"message":"no"}}') == ": no"
+    assert told(b"<html>") == told(b"") == told(b"\xff") == told(b'{"error":null}') == ""
 
 
 def test_quantiles():
