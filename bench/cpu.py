@@ -1,8 +1,9 @@
 """Tokens per second on a CPU beside transformers: the same checkpoint, the same threads, in one run.
 
-    python bench/cpu.py [--threads 2] [--rounds 3] [--batch 1 8]
+    python bench/cpu.py [--family inkling|inkling2|inkling2-mini] [--threads 2] [--rounds 3] [--batch 1 8]
 
-The checkpoint is random, in fp32: hidden 512, 12 layers, 32 experts of which 6 + 2 work, 8192 words. transformers runs
+The checkpoint is random, in fp32: hidden 512, 12 layers, 32 experts of which 6 + 2 work, 8192 words; inkling2
+has 8 of 32 experts at work, and its mini visits 6 of 12 layers three times. transformers runs
 its eager attention in a bare loop of forward passes (its `generate` is slower), inkcap runs whole: engine, scheduler,
 sampler, detached from tokenizer and server. Rounds alternate between the two; the best of each counts, since whatever
 else the machine does only adds time. Prints a JSON line per batch size and a line for people.
@@ -20,7 +21,15 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import InklingForCausalLM, InklingTextConfig
+from transformers import (
+    Inkling2ForCausalLM,
+    Inkling2LoopForCausalLM,
+    Inkling2LoopTextConfig,
+    Inkling2TextConfig,
+    InklingForCausalLM,
+    InklingTextConfig,
+    PreTrainedModel,
+)
 
 from inkcap import LLM, SamplingParams
 
@@ -50,10 +59,30 @@ TEXT = {
     "n_shared_experts": 2,
 }
 
+SECOND = {
+    name: TEXT[name]
+    for name in (
+        "hidden_size", "num_hidden_layers", "vocab_size", "unpadded_vocab_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim",
+        "sliding_window_size", "d_rel", "rel_extent", "log_scaling_n_floor", "n_routed_experts",
+    )
+}  # fmt: skip
+SECOND |= {"moe_intermediate_size": 256, "num_experts_per_tok": 8, "n_layers_per_attn_res_block": 3, "eos_token_id": 3}
+LOOP = {"loop_layer_index_start": 3, "loop_layer_index_end": 9, "loop_num_passes": 3, "loop_gate_rank": 16}
+
 Times = tuple[float, float, list[list[int]]]  # seconds to the first token, seconds of the others, tokens
 
 
-def run_transformers(model: InklingForCausalLM, prompts: list[list[int]]) -> Times:
+def make(family: str) -> PreTrainedModel:
+    """A random model of transformers."""
+    if family == "inkling":
+        return InklingForCausalLM(InklingTextConfig(**TEXT, pad_token_id=0, attn_implementation="eager"))
+    if family == "inkling2":
+        return Inkling2ForCausalLM(Inkling2TextConfig(**SECOND, attn_implementation="eager"))
+    return Inkling2LoopForCausalLM(Inkling2LoopTextConfig(**SECOND, **LOOP, attn_implementation="eager"))
+
+
+def run_transformers(model: PreTrainedModel, prompts: list[list[int]]) -> Times:
     """Greedy, one forward pass a token."""
     with torch.inference_mode():
         begin = time.perf_counter()
@@ -105,13 +134,14 @@ def commit() -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=("inkling", "inkling2", "inkling2-mini"), default="inkling")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    rival = InklingForCausalLM(InklingTextConfig(**TEXT, pad_token_id=0, attn_implementation="eager")).eval()
+    rival = make(options.family).eval()
     with tempfile.TemporaryDirectory() as directory:
         rival.save_pretrained(directory)
         llm = LLM(
@@ -135,10 +165,10 @@ def main() -> None:
                 for _ in range(options.rounds):
                     for name, run in engines.items():
                         runs[name].append(run())
-                report(batch, options.threads, runs)
+                report(options.family, batch, options.threads, runs)
 
 
-def report(batch: int, threads: int, runs: dict[str, list[Times]]) -> None:
+def report(family: str, batch: int, threads: int, runs: dict[str, list[Times]]) -> None:
     """One JSON line, one line for people."""
     figures: dict[str, float] = {}
     for name, several in runs.items():
@@ -159,7 +189,7 @@ def report(batch: int, threads: int, runs: dict[str, list[Times]]) -> None:
         "machine": platform.machine(),
         "commit": commit(),
     }
-    print(json.dumps({"bench": "cpu", "batch": batch, **figures, **where}))
+    print(json.dumps({"bench": "cpu", "family": family, "batch": batch, **figures, **where}))
     print(
         f"batch {batch}: decode {ours:.0f} tokens/s, transformers {theirs:.0f} ({figures['decode_ratio']}x); prefill "
         f"{figures['prefill_ratio']}x; {100 * figures['equal_tokens']:.0f} % equal tokens; load {where['load']}"
