@@ -58,10 +58,10 @@ def chromium():
 
 @pytest.fixture
 def opened(chromium, site):
-    """A function that opens the page and waits until it is ready; errors of the page fail the test at its end."""
+    """Opens the page and waits for a state of the server. At the end, errors of a page fail the test."""
     contexts, troubles = [], []
 
-    def open_page(before=None, **options):
+    def open_page(before=None, state="ready", **options):
         context = chromium.new_context(viewport={"width": 1200, "height": 780}, **options)
         contexts.append(context)
         page = context.new_page()
@@ -73,8 +73,7 @@ def opened(chromium, site):
         if before:
             before(page)
         page.goto(site.url + "/")
-        expect(page.locator("#state")).to_have_text("ready")
-        expect(page.locator("#version")).to_contain_text("inkcap")
+        expect(page.locator("#state")).to_have_text(state)
         return page
 
     def ours(url):
@@ -336,6 +335,29 @@ def test_errors_are_told_and_can_be_retried(opened, engine, site, chat_answer, t
     expect(error).to_contain_text("it was killed")
     expect(page.locator("#state")).to_have_text("engine stopped")
     assert "word word" in finished(page, 2).inner_text()
+
+
+@pytest.mark.browser
+def test_a_model_that_loads_and_a_question_before_all_is_known(opened, engine, chat_answer):
+    chat_answer("", "fine")
+    info, engine.info = engine.info, None
+    page = opened(state="loading the model")
+    expect(page.locator("#model")).to_have_text("demo")
+    ask(page, "hi")
+    expect(page.get_by_role("alert")).to_contain_text("still loading")
+    engine.info = info
+    expect(page.locator("#state")).to_have_text("ready")
+    expect(page.locator("#model")).to_have_text("demo · 4,096 tokens · cpu")
+    page.get_by_role("button", name="Retry").click()
+    expect(finished(page)).to_contain_text("fine")
+    page = opened(lambda page: page.route("**/page/*", unless_live), state="unreachable")
+    ask(page, "hi")
+    expect(finished(page)).to_contain_text("fine")
+
+
+def unless_live(route):
+    """No answer about the server or its engine; the page's files come."""
+    return route.abort() if route.request.url.endswith(("/info", "/live")) else route.continue_()
 
 
 @pytest.mark.browser

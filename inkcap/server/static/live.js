@@ -12,9 +12,9 @@ const byId = (id) => document.getElementById(id);
 const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
 export class Live {
-  // `onReady` is called each time the server becomes ready.
-  constructor(onReady) {
-    this.onReady = onReady;
+  // `onChange` is called, and awaited, when the server answers in another state than before.
+  constructor(onChange) {
+    this.onChange = onChange;
     this.samples = [];
     this.rates = [];
     this.bars = new Map();
@@ -32,6 +32,7 @@ export class Live {
     if (document.hidden) return;
     try {
       const now = await fetchJson("page/live", AbortSignal.timeout(5000));
+      if (now.state !== this.state) await this.onChange();
       this.show(now.state);
       if (now.stats) this.take({ time: now.time, ...now.stats });
     } catch {
@@ -45,7 +46,6 @@ export class Live {
     this.state = state;
     byId("state").textContent = STATES[state] ?? state;
     byId("state").dataset.state = state;
-    if (state === "ready") this.onReady();
   }
 
   take(now) {

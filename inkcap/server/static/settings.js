@@ -38,7 +38,8 @@ export function valid() {
 
 // The fields of a request besides its messages. Throws Refusal when the tools are no JSON list.
 export function parameters() {
-  const found = { model: byId("name").value };
+  const found = {};
+  if (byId("name").value) found.model = byId("name").value; // none before the server told its names
   for (const { name, value, type } of form.elements) {
     if (name && value !== "") found[name] = type === "number" ? Number(value) : value;
   }
