@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from inkcap.chat.output import ChatDelta
 from inkcap.chat.parse import Content, Thought
-from inkcap.chat.tools import Call
+from inkcap.chat.tools import CallPiece, CallStart
 from inkcap.server import errors
 from inkcap.server.body import JsonRoute, body_size
 from inkcap.server.chat import Answering, begin
@@ -79,6 +79,14 @@ class ToolUse(Struct, tag_field="type", tag="tool_use"):
 
 
 Block = Text | Thinking | ToolUse
+NOTHING = msgspec.Raw(b"{}")
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.DecodeError:
+        return False
 
 
 class Reply(Struct):
@@ -99,6 +107,7 @@ class Speaking:
         self.answering = answering
         self.blocks: list[Block] = []
         self.open = False  # the last block may still grow
+        self.arguments: list[str] = []  # of the last block, if it is a call
         self.called = False
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
@@ -129,8 +138,8 @@ class Speaking:
                 yield out
         ending = {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
         usage = self.usage()
-        yield self.close() + named_event("message_delta", {"type": "message_delta", "delta": ending, "usage": usage})
-        yield named_event("message_stop", {"type": "message_stop"})
+        ended = named_event("message_delta", {"type": "message_delta", "delta": ending, "usage": usage})
+        yield ended + named_event("message_stop", {"type": "message_stop"})
 
     def feed(self, delta: ChatDelta) -> list[bytes]:
         """Take one delta; gives its events."""
@@ -142,13 +151,14 @@ class Speaking:
                 if self.answering.body.include_reasoning:
                     piece = {"type": "thinking_delta", "thinking": event.text}
                     out += self.grow(Thinking(event.text), Thinking(""), piece)
-            elif isinstance(event, Call):
-                self.called = True
-                block = ToolUse(event.id, event.name, msgspec.Raw(event.arguments.encode()))
-                start = ToolUse(event.id, event.name, msgspec.Raw(b"{}"))
-                out += self.grow(block, start, {"type": "input_json_delta", "partial_json": event.arguments})
-                out.append(self.close())
+            elif isinstance(event, CallPiece):
+                out.append(self.argue(event.text))
+            elif isinstance(event, CallStart):
+                out.append(self.begin(ToolUse(event.id, event.name, NOTHING)))
+            else:
+                out += [self.begin(ToolUse(event.id, event.name, NOTHING)), self.argue(event.arguments), self.close()]
         if delta.finish_reason is not None:
+            out.append(self.close())
             self.end(delta)
         return out
 
@@ -161,19 +171,41 @@ class Speaking:
         elif isinstance(last, Thinking) and isinstance(block, Thinking):
             last.thinking += block.thinking
         else:
-            out.append(self.close())
-            self.blocks.append(block)
-            self.open = True
-            begun = {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": start}
-            out.append(named_event("content_block_start", begun))
+            out.append(self.begin(start))
+            self.blocks[-1] = block
+        return [*out, self.delta(piece)]
+
+    def begin(self, block: Block) -> bytes:
+        """End the last block and begin `block`."""
+        ended = self.close()
+        self.blocks.append(block)
+        self.open = True
+        self.arguments = []
+        begun = {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": block}
+        return ended + named_event("content_block_start", begun)
+
+    def argue(self, text: str) -> bytes:
+        """A piece of the arguments of the call that is open."""
+        self.arguments.append(text)
+        return self.delta({"type": "input_json_delta", "partial_json": text})
+
+    def delta(self, piece: dict[str, str]) -> bytes:
         grown = {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": piece}
-        return [*out, named_event("content_block_delta", grown)]
+        return named_event("content_block_delta", grown)
 
     def close(self) -> bytes:
         """The end of the block that is open, if one is."""
         if not self.open:
             return b""
         self.open = False
+        block = self.blocks[-1]
+        if isinstance(block, ToolUse):
+            written = "".join(self.arguments)
+            if is_object(written):
+                block.input = msgspec.Raw(written.encode())
+                self.called = True
+            else:  # cut by the length: no input that a client could use, but not lost either
+                self.blocks[-1] = Text(written)
         return named_event("content_block_stop", {"type": "content_block_stop", "index": len(self.blocks) - 1})
 
     def end(self, delta: ChatDelta) -> None:

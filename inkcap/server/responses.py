@@ -6,7 +6,6 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from msgspec import Struct
 from starlette.requests import Request
@@ -16,7 +15,7 @@ from inkcap.base.errors import BadRequest, InkcapError, NotBuiltYet
 from inkcap.base.log import logger
 from inkcap.chat.output import ChatDelta
 from inkcap.chat.parse import Content, Thought
-from inkcap.chat.tools import Call
+from inkcap.chat.tools import CallPiece, CallStart
 from inkcap.server.body import JsonRoute, body_size
 from inkcap.server.chat import Answering, begin
 from inkcap.server.conversation import Message, Transcript
@@ -313,8 +312,12 @@ class Responding:
                 out += self.grow(Said, event.text)
             elif isinstance(event, Thought):
                 out += self.grow(Reasoned, event.text)
-            elif isinstance(event, Call):
-                out += self.call(event)
+            elif isinstance(event, CallPiece):
+                out.append(self.argue(event.text))
+            elif isinstance(event, CallStart):
+                out += self.call(event.id, event.name)
+            else:
+                out += [*self.call(event.id, event.name), self.argue(event.arguments), *self.finish_item("completed")]
         if delta.finish_reason is not None and self.running:
             status = "incomplete" if delta.finish_reason == "length" else "completed"
             out += self.finish_item(status)
@@ -349,18 +352,22 @@ class Responding:
             out.append(self.event("response.reasoning_text.delta", delta=text, **place))
         return out
 
-    def call(self, call: Call) -> list[bytes]:
-        """A call, whole."""
+    def call(self, identity: str, name: str) -> list[bytes]:
+        """Begin a call."""
         out = self.finish_item("completed")
-        item = Called(self.item_id("fc"), "in_progress", call.id, call.name, call.arguments)
+        item = Called(self.item_id("fc"), "in_progress", identity, name, "")
         self.output.append(item)
         self.open = True
-        self.size_bytes += len(call.arguments)
-        begun = msgspec.structs.replace(item, arguments="")
+        return [*out, self.event("response.output_item.added", output_index=self.index, item=item)]
+
+    def argue(self, text: str) -> bytes:
+        """A piece of the arguments of the call that is open."""
+        item = self.output[-1]
+        assert isinstance(item, Called), "arguments belong to a call"
+        item.arguments += text
+        self.size_bytes += len(text)
         place = {"item_id": item.id, "output_index": self.index}
-        out.append(self.event("response.output_item.added", output_index=self.index, item=begun))
-        out.append(self.event("response.function_call_arguments.delta", delta=call.arguments, **place))
-        return out + self.finish_item("completed")
+        return self.event("response.function_call_arguments.delta", delta=text, **place)
 
     def finish_item(self, status: str) -> list[bytes]:
         """The end of the item that is open, if one is."""

@@ -5,6 +5,7 @@ import json
 import anthropic
 import pytest
 
+from inkcap.chat.output import ChatOutput
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_TURN, MODEL, TEXT
 
 MESSAGES = "/v1/messages"
@@ -167,6 +168,38 @@ def test_a_call_is_a_block_with_its_input(call, call_answer):
         {"x": [1, 2]},
         "tool_use",
     )
+
+
+def test_a_call_whose_arguments_come_in_pieces(call, engine, tokenizer, monkeypatch):
+    """As where a grammar holds it; the fake engine follows none, so the parser is told. A call that is cut is text."""
+
+    class Streaming(ChatOutput):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            self.parser._stream_calls = True
+
+    monkeypatch.setattr("inkcap.server.chat.ChatOutput", Streaming)
+    payload = '{"name":"look","args":{"x":"a long enough text"}}'
+    ids = [MODEL, *tokenizer.encode_text("look"), CALL_JSON, *tokenizer.encode_text(payload), END_MESSAGE, END_TURN]
+    engine.answer = lambda _: ids
+    body = {**ASK, "tools": [TOOL]}
+    events = sent(call("POST", MESSAGES, json={**body, "stream": True}))
+    pieces = [p["delta"]["partial_json"] for n, p in events if n == "content_block_delta"]
+    assert len(pieces) > 1
+    assert "".join(pieces) == '{"x":"a long enough text"}'
+    assert events[1][1]["content_block"] == {
+        "type": "tool_use",
+        "id": events[1][1]["content_block"]["id"],
+        "name": "look",
+        "input": {},
+    }
+    assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
+    whole = call("POST", MESSAGES, json=body).json()
+    assert whole["content"][0]["input"] == {"x": "a long enough text"}
+    cut = call("POST", MESSAGES, json={**body, "max_tokens": len(ids) - 6}).json()
+    assert cut["stop_reason"] == "max_tokens"
+    assert [block["type"] for block in cut["content"]] == ["text"]
+    assert '{"x":"a' in cut["content"][0]["text"]
 
 
 REFUSED = [

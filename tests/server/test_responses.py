@@ -6,6 +6,7 @@ import json
 import openai
 import pytest
 
+from inkcap.chat.output import ChatOutput
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_TURN, MODEL, TEXT
 from tests.server.conftest import until
 
@@ -167,6 +168,27 @@ def test_the_oldest_are_forgotten_first(call, chat_answer, settings):
     names = [call("POST", RESPONSES, json=ASK, headers={"X-Request-Id": "same"}).json()["id"] for _ in range(3)]
     assert len(set(names)) == 3
     assert [call("GET", f"{RESPONSES}/{name}").status_code for name in names] == [404, 200, 200]
+
+
+def test_a_call_whose_arguments_come_in_pieces(call, engine, tokenizer, monkeypatch):
+    """As where a grammar holds it; the fake engine follows none, so the parser is told."""
+
+    class Streaming(ChatOutput):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            self.parser._stream_calls = True
+
+    monkeypatch.setattr("inkcap.server.chat.ChatOutput", Streaming)
+    payload = '{"name":"look","args":{"x":"a long enough text"}}'
+    ids = [MODEL, *tokenizer.encode_text("look"), CALL_JSON, *tokenizer.encode_text(payload), END_MESSAGE, END_TURN]
+    engine.answer = lambda _: ids
+    body = {**ASK, "tools": [TOOL]}
+    events = sent(call("POST", RESPONSES, json={**body, "stream": True}))
+    pieces = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
+    assert len(pieces) > 1
+    assert "".join(pieces) == events[-1]["response"]["output"][0]["arguments"] == '{"x":"a long enough text"}'
+    cut = call("POST", RESPONSES, json={**body, "max_output_tokens": len(ids) - 6}).json()
+    assert (cut["status"], cut["output"][0]["status"]) == ("incomplete", "incomplete")
 
 
 REFUSED = [
