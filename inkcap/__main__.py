@@ -64,8 +64,9 @@ def generate(arguments: argparse.Namespace, rest: list[str]) -> int:
     from inkcap.base.request import SamplingParams
     from inkcap.llm import LLM
 
-    nothing_left(rest)
-    prompts = arguments.prompt or [sys.stdin.read()]
+    flags = [word for word in rest if word.startswith("-")]
+    nothing_left(flags)
+    prompts = [*arguments.prompt, *rest] or [sys.stdin.read()]  # those after flags are left over by argparse
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
     with LLM(config_from_flags(arguments)) as llm:
         if arguments.chat:

@@ -40,8 +40,8 @@ def test_inspect_reads_a_demo(demo, capsys):
 
 
 def test_generate_continues_each_prompt_and_is_greedy_at_temperature_0(demo, capsys):
-    words = ["generate", demo, "Hello", "Hello", "--max-tokens", "3", "--temperature", "0", "--cache-memory", "64MiB"]
-    assert main([*words, "--max-num-seqs", "4", "--threads", "1"]) == 0
+    words = ["generate", demo, "Hello", "--max-tokens", "3", "--temperature", "0", "--cache-memory", "64MiB"]
+    assert main([*words, "--max-num-seqs", "4", "--threads", "1", "Hello"]) == 0  # prompts on both sides of flags
     first, second = capsys.readouterr().out.splitlines()
     assert first == second != ""
 
