@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from inkcap.base.errors import ConfigInvalid
+from inkcap.base.formats import Numerics
 
 
 def option(default: object, meaning: str, *, flag: str | None = None, check: str | None = None, unit: str = "") -> Any:
@@ -25,6 +26,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fraction": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "grains": (lambda v: v >= 64 and v % 64 == 0, "a multiple of 64, 64 or more"),
     "dtype": (lambda v: v in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
+    "numerics": (lambda v: v in list(Numerics), " or ".join(Numerics)),
     "device": (lambda v: v in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
     "position": (lambda v: v in ("first", "after-system"), "first or after-system"),
     "log format": (lambda v: v in ("text", "json"), "text or json"),
@@ -42,6 +44,12 @@ class ModelConfig:
     download: bool = option(False, "fetch a hub id that is not in the local cache")
     served_names: tuple[str, ...] = option((), "names the API answers to", flag="--served-model-name")
     dtype: str = option("auto", "auto: bfloat16 on a GPU, float32 on a CPU", check="dtype")
+    numerics: str = option(
+        "w4a16",
+        "of quantised experts: w4a16 (activations as they are) or reference (activations quantised as the publishers' "
+        "kernels do it, emulated, slower)",
+        check="numerics",
+    )
     device: str = option("auto", "auto: a GPU where there is one", check="device")
     max_length: int | None = option(
         None, "tokens of prompt and answer together", flag="--max-model-len", check="positive", unit="tokens"

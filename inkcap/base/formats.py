@@ -4,10 +4,14 @@ from enum import StrEnum
 
 
 class Numerics(StrEnum):
-    """What the experts of a quantised layer multiply their weights with."""
+    """What the experts of a quantised layer multiply their weights with; the setting `model.numerics`.
 
-    W4A16 = "w4a16"  # activations as they are
-    REFERENCE = "reference"  # activations quantised as the publishers' kernels do it
+    Weights are decoded exactly and rounded once to the model's dtype either way. Routers, attention and everything else
+    see the same numbers in both, and layers whose experts are dense do not differ at all.
+    """
+
+    W4A16 = "w4a16"  # activations as they are, in the dtype of the model: for GPUs without FP4 units, and CPUs
+    REFERENCE = "reference"  # activations quantised as the publishers' kernels do it, emulated, before both products
 
 
 class WeightFormat(StrEnum):

@@ -10,7 +10,7 @@ from inkcap.parallel.slot import Slot
 
 
 class Model(Protocol):
-    """A built model on one rank. Call it under torch.inference_mode(), after its slots are filled."""
+    """A built model on one rank. Call it under torch.inference_mode(), after its slots are filled and unpacked."""
 
     family: str  # "inkling", ...
     vocab_size: int  # ids below this exist; logits have this many columns
@@ -19,6 +19,10 @@ class Model(Protocol):
 
     def slots(self) -> dict[str, Slot]:
         """Every tensor of a checkpoint the model wants, by the model's own names, with this rank's part of it."""
+        ...
+
+    def unpack(self) -> None:
+        """Called once all slots are filled: decode what is stored in codes, where ops want it decoded."""
         ...
 
     def forward(self, batch: Batch) -> Tensor:

@@ -79,7 +79,7 @@ def inspect(directory: Path) -> Report:
     checkpoint.open(checkpoint.files)
     meta = torch.device("meta")
     dense = entry.generation.build(config, Comm.alone(), torch.bfloat16, meta, {})
-    layers = count_layers(dense.slots())
+    layers = entry.generation.layers(config)
     stored = find_stored(checkpoint, config, layers, entry.generation.experts, check=False)
     formats: dict[WeightFormat, list[int]] = {}
     for layer, form in stored.items():
@@ -107,11 +107,6 @@ def inspect(directory: Path) -> Report:
         sequence_bytes=fixed,
         sizes=[one_size(entry, config, stored, tp) for tp in TP_SIZES],
     )
-
-
-def count_layers(slots: Iterable[str]) -> int:
-    """Layers that have slots."""
-    return 1 + max(int(name.split(".")[1]) for name in slots if name.startswith("layers."))
 
 
 def expert_layers(slots: Iterable[str]) -> set[int]:

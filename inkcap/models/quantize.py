@@ -122,7 +122,7 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> dict[str, Plan]:
         raise ConfigInvalid(f"format {settings.format!r} is unknown; there are {', '.join(FORMATS)}")
     config = read_config(checkpoint.directory)
     entry = find_entry(config)
-    way, layers = entry.generation, entry.generation.layers(config)
+    way, layers = entry.generation, entry.generation.quantised(config)
     if settings.format != "nvfp4" and not way.mxfp8:
         raise ConfigInvalid(f"{settings.format} is no format of {entry.family} checkpoints; they have nvfp4 only")
     names = {name.replace("{n}", str(layer)): layer for layer in layers for name in way.experts}

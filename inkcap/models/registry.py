@@ -25,18 +25,23 @@ from inkcap.models.inkling2.weights import TABLES as INKLING2_TABLES
 from inkcap.parallel.comm import Comm
 from inkcap.weights.load import load
 from inkcap.weights.reader import Checkpoint
+from inkcap.weights.rules import Table
 from inkcap.weights.stored import check_declared, check_scales, find_formats
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What the models of a generation have in common."""
+    """What the models of a generation have in common. Functions of a Mapping read a config.json."""
 
     experts: tuple[str, str]  # names of w13 and w2 of layer `{n}`
+    tables: tuple[Table, ...]  # the dialects of its checkpoints
     nvfp4: WeightFormat  # the layout of NVFP4
     mxfp8: bool  # whether there is MXFP8 too
-    layers: Callable[[Mapping[str, object]], range]  # that are quantised where any is, from a config.json
+    numerics: tuple[Numerics, ...]  # that its experts can run in
+    layers: Callable[[Mapping[str, object]], int]  # how many there are
+    quantised: Callable[[Mapping[str, object]], range]  # layers that are quantised where any is
     build: Callable[[Mapping[str, object], Comm, torch.dtype, torch.device, Mapping[int, Stored]], Model]
+    """The text model, without weights."""
 
 
 @dataclass(frozen=True)
@@ -47,48 +52,7 @@ class Entry:
     model_type: str
     family: str
     reads: str  # for people: what a checkpoint of this kind gives
-    load: Callable[[Path, Mapping[str, object], Comm, torch.dtype, torch.device, bool, Numerics], Model]
     generation: Generation
-
-
-def load_inkling(
-    directory: Path,
-    config: Mapping[str, object],
-    comm: Comm,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: bool,
-    numerics: Numerics,
-) -> Inkling:
-    """The text model of an Inkling checkpoint; towers and prediction depths in it are left alone."""
-    if numerics is Numerics.REFERENCE:
-        raise ConfigInvalid("reference numerics are there for inkling2 only; run inkling with w4a16")
-    read = InklingConfig.from_json(config)
-    checkpoint = Checkpoint(directory)
-    stored = find_stored(checkpoint, config, read.num_hidden_layers, INKLING_EXPERTS)
-    model = Inkling(read, comm, dtype, device, stored)
-    load(checkpoint, model.slots(), INKLING_TABLES, progress=progress)
-    model.unpack()
-    return model
-
-
-def load_inkling2(
-    directory: Path,
-    config: Mapping[str, object],
-    comm: Comm,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: bool,
-    numerics: Numerics,
-) -> Inkling2:
-    """The text model of an Inkling 2 checkpoint, looped or not; tower and drafter in it are left alone."""
-    read = Inkling2Config.from_json(config)
-    checkpoint = Checkpoint(directory)
-    stored = find_stored(checkpoint, config, read.num_hidden_layers, INKLING2_EXPERTS, numerics)
-    model = Inkling2(read, comm, dtype, device, stored)
-    load(checkpoint, model.slots(), INKLING2_TABLES, progress=progress)
-    model.unpack()
-    return model
 
 
 def find_stored(
@@ -112,67 +76,82 @@ def find_stored(
     return {n: Stored(formats.get(w13, dense), formats.get(w2, dense), numerics) for n, (w13, w2) in names.items()}
 
 
-def inkling_layers(config: Mapping[str, object]) -> range:
+def build_inkling(
+    config: Mapping[str, object], comm: Comm, dtype: torch.dtype, device: torch.device, stored: Mapping[int, Stored]
+) -> Inkling:
+    """See Generation; towers and prediction depths of a checkpoint are left alone."""
+    return Inkling(InklingConfig.from_json(config), comm, dtype, device, stored)
+
+
+def count_inkling(config: Mapping[str, object]) -> int:
+    """See Generation."""
+    return InklingConfig.from_json(config).num_hidden_layers
+
+
+def quantised_inkling(config: Mapping[str, object]) -> range:
     """All layers with experts but the first, which is published in BF16."""
     read = InklingConfig.from_json(config)
     sparse = [layer for layer in range(read.num_hidden_layers) if not read.dense(layer)]
     return range(sparse[0] + 1 if sparse else read.num_hidden_layers, read.num_hidden_layers)
 
 
-def inkling2_layers(config: Mapping[str, object]) -> range:
-    """All layers."""
-    return range(Inkling2Config.from_json(config).num_hidden_layers)
-
-
-def build_inkling(
-    config: Mapping[str, object],
-    comm: Comm,
-    dtype: torch.dtype,
-    device: torch.device,
-    stored: Mapping[int, Stored],
-) -> Inkling:
-    """The text model, without weights."""
-    return Inkling(InklingConfig.from_json(config), comm, dtype, device, stored)
-
-
 def build_inkling2(
-    config: Mapping[str, object],
-    comm: Comm,
-    dtype: torch.dtype,
-    device: torch.device,
-    stored: Mapping[int, Stored],
+    config: Mapping[str, object], comm: Comm, dtype: torch.dtype, device: torch.device, stored: Mapping[int, Stored]
 ) -> Inkling2:
-    """The text model, without weights."""
+    """See Generation, looped or not; tower and drafter of a checkpoint are left alone."""
     return Inkling2(Inkling2Config.from_json(config), comm, dtype, device, stored)
 
 
-INKLING = Generation(INKLING_EXPERTS, WeightFormat.NVFP4_SCALE2, False, inkling_layers, build_inkling)
-INKLING2 = Generation(INKLING2_EXPERTS, WeightFormat.NVFP4, True, inkling2_layers, build_inkling2)
-REGISTRY = tuple(
-    Entry(architecture, model_type, family, reads, loader, generation)
-    for family, loader, generation, kinds in (
-        (
-            "inkling",
-            load_inkling,
-            INKLING,
-            (
-                ("InklingForConditionalGeneration", "inkling_mm_model", "text of the published models"),
-                ("InklingForCausalLM", "inkling_text", "text-only models saved by transformers"),
-            ),
-        ),
-        (
-            "inkling2",
-            load_inkling2,
-            INKLING2,
-            (
-                ("Inkling2ForConditionalGeneration", "inkling2", "text of the published models"),
-                ("Inkling2ForCausalLM", "inkling2_text", "text-only models saved by transformers"),
-                ("Inkling2LoopForConditionalGeneration", "inkling2_loop", "text of the published looped models"),
-                ("Inkling2LoopForCausalLM", "inkling2_loop_text", "looped text-only models saved by transformers"),
-            ),
-        ),
-    )
-    for architecture, model_type, reads in kinds
+def count_inkling2(config: Mapping[str, object]) -> int:
+    """See Generation."""
+    return Inkling2Config.from_json(config).num_hidden_layers
+
+
+def quantised_inkling2(config: Mapping[str, object]) -> range:
+    """All layers."""
+    return range(count_inkling2(config))
+
+
+INKLING = Generation(
+    experts=INKLING_EXPERTS,
+    tables=INKLING_TABLES,
+    nvfp4=WeightFormat.NVFP4_SCALE2,
+    mxfp8=False,
+    numerics=(Numerics.W4A16,),
+    layers=count_inkling,
+    quantised=quantised_inkling,
+    build=build_inkling,
+)
+INKLING2 = Generation(
+    experts=INKLING2_EXPERTS,
+    tables=INKLING2_TABLES,
+    nvfp4=WeightFormat.NVFP4,
+    mxfp8=True,
+    numerics=(Numerics.W4A16, Numerics.REFERENCE),
+    layers=count_inkling2,
+    quantised=quantised_inkling2,
+    build=build_inkling2,
+)
+PUBLISHED, SAVED = "text of the published models", "text-only models saved by transformers"
+REGISTRY = (
+    Entry("InklingForConditionalGeneration", "inkling_mm_model", "inkling", PUBLISHED, INKLING),
+    Entry("InklingForCausalLM", "inkling_text", "inkling", SAVED, INKLING),
+    Entry("Inkling2ForConditionalGeneration", "inkling2", "inkling2", PUBLISHED, INKLING2),
+    Entry("Inkling2ForCausalLM", "inkling2_text", "inkling2", SAVED, INKLING2),
+    Entry(
+        "Inkling2LoopForConditionalGeneration",
+        "inkling2_loop",
+        "inkling2",
+        "text of the published looped models",
+        INKLING2,
+    ),
+    Entry(
+        "Inkling2LoopForCausalLM",
+        "inkling2_loop_text",
+        "inkling2",
+        "looped text-only models saved by transformers",
+        INKLING2,
+    ),
 )
 
 
@@ -205,11 +184,26 @@ def load_model(
 ) -> Model:
     """Build the model that `directory` (see base.checkpoint.find_checkpoint) holds, and load this rank's part of it.
 
-    Raises CheckpointUnreadable, CheckpointMismatch, and ConfigInvalid when the ranks cannot share the model evenly.
+    Raises CheckpointUnreadable, CheckpointMismatch, and ConfigInvalid when the ranks cannot share the model evenly or
+    it cannot run in such numerics.
     """
     config = read_config(directory)
     entry = find_entry(config)
-    return entry.load(directory, config, comm, dtype, device, progress, numerics)
+    generation = entry.generation
+    check_numerics(entry, numerics)
+    checkpoint = Checkpoint(directory)
+    stored = find_stored(checkpoint, config, generation.layers(config), generation.experts, numerics)
+    model = generation.build(config, comm, dtype, device, stored)
+    load(checkpoint, model.slots(), generation.tables, progress=progress)
+    model.unpack()
+    return model
+
+
+def check_numerics(entry: Entry, numerics: Numerics) -> None:
+    """Raise ConfigInvalid when models of this kind cannot run so."""
+    if numerics not in entry.generation.numerics:
+        can = ", ".join(entry.generation.numerics)
+        raise ConfigInvalid(f"model.numerics is {numerics}, which {entry.architecture} cannot run in; it can in {can}")
 
 
 DEMOS = {"inkling": write_inkling_demo, "inkling2": write_inkling2_demo, "inkling2-mini": write_mini_demo}

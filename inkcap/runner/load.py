@@ -8,6 +8,7 @@ import torch
 from inkcap.base.checkpoint import find_checkpoint, read_eos_ids
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid
+from inkcap.base.formats import Numerics
 from inkcap.base.log import logger
 from inkcap.base.matching import Compiler
 from inkcap.base.sampling import token_rules
@@ -63,7 +64,8 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
         torch.set_num_threads(config.model.threads or max(1, cores // comm.size))
     directory = find_checkpoint(config.model.path, revision=config.model.revision, download=config.model.download)
     dtype = dtype_for(config, device)
-    model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress)
+    numerics = Numerics(config.model.numerics)
+    model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress, numerics=numerics)
     rules = token_rules(model.vocab_size, read_eos_ids(directory))
     return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler_for(directory))
 

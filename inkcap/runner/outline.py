@@ -4,7 +4,8 @@ import torch
 
 from inkcap.base.checkpoint import find_checkpoint, read_config
 from inkcap.base.config import Choice, EngineConfig
-from inkcap.models.registry import find_entry, find_stored
+from inkcap.base.formats import Numerics
+from inkcap.models.registry import check_numerics, find_entry, find_stored
 from inkcap.ops.dispatch import bind, table
 from inkcap.parallel.comm import Comm
 from inkcap.runner.load import device_for, dtype_for
@@ -24,10 +25,11 @@ def outline(config: EngineConfig) -> str:
     entry = find_entry(fields)
     generation = entry.generation
     paper = torch.device("meta")
-    dense = generation.build(fields, Comm.alone(), dtype, paper, {})
-    layers = 1 + max(int(name.split(".")[1]) for name in dense.slots() if name.startswith("layers."))
-    stored = find_stored(Checkpoint(directory), fields, layers, generation.experts, check=False)
+    layers, numerics = generation.layers(fields), Numerics(config.model.numerics)
+    check_numerics(entry, numerics)
+    stored = find_stored(Checkpoint(directory), fields, layers, generation.experts, numerics, check=False)
     model = generation.build(fields, Comm.outline(config.parallel.tp), dtype, paper, stored)
+    formats = sorted({form for layer in stored.values() for form in (layer.w13, layer.w2)})
     weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.slots().values())
     choices = [
         Choice("model", directory, f"{entry.architecture}, {layers} layers"),
@@ -36,6 +38,7 @@ def outline(config: EngineConfig) -> str:
             "dtype", str(dtype).removeprefix("torch."), "asked for" if config.model.dtype != "auto" else str(device)
         ),
         Choice("weights", f"{weight_bytes / 2**30:.2f} GiB", f"a rank of {config.parallel.tp}, as they are stored"),
+        Choice("numerics", numerics, f"of experts stored in {', '.join(formats)}"),
     ]
     if config.cache.memory_bytes is not None:
         budget_bytes, reason = config.cache.memory_bytes, "asked for"

@@ -1,6 +1,6 @@
 """The promise: a request gives the same tokens whatever the chunking, company, cache, preemption, process or ranks.
 
-Real model, float32. Tokens are compared exactly, log-probabilities within 1e-5. Prompts and answers cross the window
+Real model, float32. Tokens are compared exactly, log-probabilities within a bound. Prompts and answers cross the window
 (16), the extent of the relative bias (24), the floor of the log scaling (32), blocks (64) and kept boundaries (64).
 """
 
@@ -18,10 +18,10 @@ from inkcap.engine.client import EngineClient
 from inkcap.engine.requests import child_seed, expand
 from inkcap.models.inkling2.demo import DemoShape, write
 
-TOLERANCE = 1e-4  # a loop passes rounding on from pass to pass; 1e-5 holds without one
-FAMILIES = {  # bytes of cache in which four rows do not have the room they want
-    "inkling": 600_000,
-    "inkling2-mini": 850_000,  # has every kind of layer of inkling2, and the loop
+FAMILIES = {  # bytes of cache in which four rows do not have the room they want; tolerance of log-probabilities
+    "inkling": (600_000, 1e-5),
+    # has every kind of layer of inkling2, and the loop, which passes rounding on from pass to pass
+    "inkling2-mini": (850_000, 1e-4),
 }
 ANSWER = 24  # tokens
 ids = random.Random(7)
@@ -46,19 +46,19 @@ def numbers(logprobs):
     return [sorted((token, entry.logprob) for token, entry in step.items()) for step in logprobs or [] if step]
 
 
-def same(found, wanted):
+def same(found, wanted, tolerance):
     """Compare two continuations of one request."""
     assert found.token_ids == wanted.token_ids
     assert found.finish_reason == wanted.finish_reason
-    compare(numbers(found.logprobs), numbers(wanted.logprobs))
+    compare(numbers(found.logprobs), numbers(wanted.logprobs), tolerance)
 
 
-def compare(found, wanted):
+def compare(found, wanted, tolerance):
     assert len(found) == len(wanted)
     for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         assert [token for token, _ in mine] == [token for token, _ in theirs], f"alternatives at {step}"
         for (_, left), (_, right) in zip(mine, theirs, strict=True):
-            assert abs(left - right) <= TOLERANCE, f"log-probability at {step}: {left} and {right}"
+            assert abs(left - right) <= tolerance, f"log-probability at {step}: {left} and {right}"
 
 
 def offline(checkpoint, **how):
@@ -73,6 +73,12 @@ def ask(llm, requests=REQUESTS):
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def tolerance(family):
+    """How far log-probabilities may be apart."""
+    return FAMILIES[family][1]
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +116,10 @@ def alone(checkpoint):
     return results
 
 
-def check(results, alone):
+def check(results, alone, tolerance):
     for found, wanted in zip(results, alone, strict=True):
-        same(found.outputs[0], wanted.outputs[0])
-        compare(numbers(found.prompt_logprobs), numbers(wanted.prompt_logprobs))
+        same(found.outputs[0], wanted.outputs[0], tolerance)
+        compare(numbers(found.prompt_logprobs), numbers(wanted.prompt_logprobs), tolerance)
 
 
 def test_what_is_compared_is_all_there(alone):
@@ -130,45 +136,45 @@ def test_what_is_compared_is_all_there(alone):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_in_chunks_and_in_company(checkpoint, alone, chunk):
+def test_in_chunks_and_in_company(checkpoint, alone, tolerance, chunk):
     with offline(checkpoint, chunk=chunk, step_tokens=3 * chunk + 5, prefix=False) as llm:
-        check(ask(llm), alone)
+        check(ask(llm), alone, tolerance)
         assert llm.stats().running == 0
 
 
-def test_in_company_of_many(checkpoint, alone):
+def test_in_company_of_many(checkpoint, alone, tolerance):
     crowd = [([i, i + 1, *SHARED[: i % 50]], params(seed=100 + i)) for i in range(20)]
     with offline(checkpoint, rows=9, step_tokens=48, chunk=33) as llm:
         results = ask(llm, [*crowd[:10], *REQUESTS, *crowd[10:]])
-        check(results[10:16], alone)
+        check(results[10:16], alone, tolerance)
 
 
-def test_after_a_prefix_hit(checkpoint, alone):
+def test_after_a_prefix_hit(checkpoint, alone, tolerance):
     with offline(checkpoint) as llm:
-        check([ask(llm, [request])[0] for request in REQUESTS], alone)
+        check([ask(llm, [request])[0] for request in REQUESTS], alone, tolerance)
         again = [ask(llm, [request])[0] for request in REQUESTS]
-        check(again, alone)
+        check(again, alone, tolerance)
         cached = [result.num_cached_tokens for result in again]
         assert cached[0] >= 64
         assert cached[1] >= 64
-        check(ask(llm), alone)
+        check(ask(llm), alone, tolerance)
 
 
-def test_after_preemption(family, checkpoint, alone):
+def test_after_preemption(family, checkpoint, alone, tolerance):
     # penalties: what was generated before a preemption must not count as prompt after it
     wish = SamplingParams(max_tokens=90, logprobs=2, frequency_penalty=0.4, presence_penalty=0.4)
-    with offline(checkpoint, memory_bytes=FAMILIES[family], rows=4, step_tokens=64, chunk=64) as llm:
+    with offline(checkpoint, memory_bytes=FAMILIES[family][0], rows=4, step_tokens=64, chunk=64) as llm:
         fill = [([i, *SHARED[:60]], replace(wish, seed=200 + i)) for i in range(4)]
         results = ask(llm, [*REQUESTS, *fill])
         assert llm.stats().preemptions > 0
-        check(results[: len(REQUESTS)], alone)
+        check(results[: len(REQUESTS)], alone, tolerance)
         squeezed = results[len(REQUESTS) :]
     with offline(checkpoint, prefix=False) as llm:
         for request, result in zip(fill, squeezed, strict=True):
-            same(result.outputs[0], ask(llm, [request])[0].outputs[0])
+            same(result.outputs[0], ask(llm, [request])[0].outputs[0], tolerance)
 
 
-def test_beside_an_abort(checkpoint, alone):
+def test_beside_an_abort(checkpoint, alone, tolerance):
     async def test(llm):
         victims = [llm.generate_async([7, *SHARED[:i]], params(seed=300 + i)) for i in (5, 40, 69)]
         for victim in victims:
@@ -188,22 +194,22 @@ def test_beside_an_abort(checkpoint, alone):
         return found
 
     with offline(checkpoint, step_tokens=40, chunk=16) as llm:
-        check(run(test(llm)), alone)
+        check(run(test(llm)), alone, tolerance)
         stats = llm.stats()
         assert stats.finished == {"length": len(REQUESTS), "abort": 3}
         assert max(stats.group_usage.values()) == 0.0
 
 
-def test_each_of_n(checkpoint, alone):
+def test_each_of_n(checkpoint, alone, tolerance):
     prompt, wish = REQUESTS[1]
     several = SamplingParams(max_tokens=ANSWER, logprobs=2, seed=11, n=3)
     with offline(checkpoint) as llm:
         (result,) = ask(llm, [(prompt, several)])
         assert [output.index for output in result.outputs] == [0, 1, 2]
-        same(result.outputs[0], alone[1].outputs[0])
+        same(result.outputs[0], alone[1].outputs[0], tolerance)
         for index in (1, 2):
             (single,) = ask(llm, [(prompt, params(seed=child_seed(wish.seed, index)))])
-            same(result.outputs[index], single.outputs[0])
+            same(result.outputs[index], single.outputs[0], tolerance)
             assert result.outputs[index].token_ids != result.outputs[0].token_ids
 
 
@@ -234,19 +240,19 @@ def through_process(settings):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_through_a_process_on_one_rank_and_on_two(checkpoint, alone, tp):
+def test_through_a_process_on_one_rank_and_on_two(checkpoint, alone, tolerance, tp):
     settings = config(checkpoint, tp=tp, chunk=16, step_tokens=64)
     for (tokens, logprobs, finish), wanted in zip(through_process(settings), alone, strict=True):
         output = wanted.outputs[0]
         assert tokens == output.token_ids
         assert finish is Finish.LENGTH
         found = [sorted(set(zip(entry.token_ids, entry.logprobs, strict=True))) for entry in logprobs]
-        compare(found, numbers(output.logprobs))
+        compare(found, numbers(output.logprobs), tolerance)
 
 
-def test_with_prefixes_kept_at_other_places(checkpoint, alone):
+def test_with_prefixes_kept_at_other_places(checkpoint, alone, tolerance):
     settings = config(checkpoint)
     settings = replaced(settings, cache=replaced(settings.cache, keep_every=128))
     with LLM(settings, skip_tokenizer_init=True) as llm:
-        check(ask(llm), alone)
-        check(ask(llm), alone)
+        check(ask(llm), alone, tolerance)
+        check(ask(llm), alone, tolerance)

@@ -132,7 +132,7 @@ def test_reference_numerics_are_refused_where_they_are_not_built(mixed, tmp_path
             None, 64, 4, 32, None, Comm(0, 2, object()), torch.float32, CPU, Stored(numerics=Numerics.REFERENCE)
         )
     demo.write(tmp_path, shape=demo.DemoShape(vocabulary=90, padded_vocabulary=96))
-    with pytest.raises(ConfigInvalid, match="inkling2 only"):
+    with pytest.raises(ConfigInvalid, match=r"model\.numerics is reference, which InklingForConditionalGeneration"):
         load(tmp_path, numerics=Numerics.REFERENCE)
 
 
