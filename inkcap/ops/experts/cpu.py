@@ -8,6 +8,7 @@ from torch import Tensor
 
 from inkcap.ops.act.ref import swiglu
 from inkcap.ops.experts.ref import experts_down, experts_up
+from inkcap.ops.quantize.coded import Weights
 from inkcap.ops.values import Activated, Normed, Routed
 
 
@@ -34,21 +35,21 @@ def by_expert(route: Routed) -> Sorted:
     return made
 
 
-def multiply(x: Tensor, weight: Tensor, uses: Sorted) -> Tensor:
+def multiply(x: Tensor, weight: Weights, uses: Sorted) -> Tensor:
     """Rows x [T * K, N] in order of expert times each one's `weight` [E, M, N]: [T * K, M]."""
     parts = x.split(uses.counts)
     return torch.cat([F.linear(part, weight[expert]) for expert, part in zip(uses.experts, parts, strict=True)])
 
 
 @experts_up.implement("cpu", when=lambda device: device.type == "cpu")
-def experts_up_cpu(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor) -> Activated:
+def experts_up_cpu(rows: Normed, route: Routed, w13: Weights, shared_w13: Tensor) -> Activated:
     """`experts_up` of the reference."""
     x = rows.tensor()
     shared = F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (len(shared_w13), -1))
     return Activated(routed_cpu(x, route, w13), swiglu(shared, route.gammas), route)
 
 
-def routed_cpu(x: Tensor, route: Routed, w13: Tensor) -> Tensor:
+def routed_cpu(x: Tensor, route: Routed, w13: Weights) -> Tensor:
     """x [T, C] to the activations of the chosen experts [T, K, I]."""
     tokens, top_k = route.choice.shape
     if tokens == 1:
@@ -59,7 +60,7 @@ def routed_cpu(x: Tensor, route: Routed, w13: Tensor) -> Tensor:
 
 
 @experts_down.implement("cpu", when=lambda device: device.type == "cpu")
-def experts_down_cpu(act: Activated, w2: Tensor, shared_w2: Tensor) -> Tensor:
+def experts_down_cpu(act: Activated, w2: Weights, shared_w2: Tensor) -> Tensor:
     """`experts_down` of the reference; the sum over experts goes in order of choice."""
     route = act.route
     tokens, top_k = route.choice.shape

@@ -148,7 +148,7 @@ class Shape:
 
 # by width of a tile of uses, for long and for short rows of weights; measured on an H200, see docs/kernels.md
 LONG = {16: Shape(64, 128, 4, 4), 32: Shape(64, 128, 4, 4), 64: Shape(128, 64, 4, 4), 128: Shape(256, 64, 4, 8)}
-SHORT = {16: Shape(128, 64, 4, 4), 32: Shape(128, 64, 4, 4), 64: Shape(128, 64, 4, 4), 128: Shape(256, 64, 3, 8)}
+SHORT = {16: Shape(256, 64, 3, 8), 32: Shape(256, 64, 3, 8), 64: Shape(128, 64, 4, 4), 128: Shape(256, 64, 4, 8)}
 
 
 @dataclass(frozen=True, slots=True)

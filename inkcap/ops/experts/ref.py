@@ -6,12 +6,13 @@ from torch import Tensor
 
 from inkcap.ops.act.ref import swiglu, swiglu_capped
 from inkcap.ops.dispatch import op
+from inkcap.ops.quantize.coded import Weights
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Routed
 
 
 @op
-def experts_up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor) -> Activated:
+def experts_up(rows: Normed, route: Routed, w13: Weights, shared_w13: Tensor) -> Activated:
     """First half of all experts: product and activation; gammas multiply the shared ones before rounding.
 
     rows: [T, C]; w13: [E, 2 I, C], shared_w13: [S, 2 I, C], gate and up rows interleaved.
@@ -26,7 +27,7 @@ def experts_up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor) -> 
 
 
 @op
-def experts_down(act: Activated, w2: Tensor, shared_w2: Tensor) -> Tensor:
+def experts_down(act: Activated, w2: Weights, shared_w2: Tensor) -> Tensor:
     """Second half: sum over routed experts of weight * product, plus the shared products. fp32 sum, rounded once.
 
     w2: [E, C, I]; shared_w2: [C, S, I]: the shared products are one, with inner size S I. Returns [T, C].
@@ -42,7 +43,7 @@ def experts_down(act: Activated, w2: Tensor, shared_w2: Tensor) -> Tensor:
 @op
 def experts_settle(
     act: Activated,
-    w2: Tensor,
+    w2: Weights,
     shared_w2: Tensor,
     residual: Tensor | None,
     taps: Tensor,
@@ -56,7 +57,7 @@ def experts_settle(
 
 
 @op
-def routed_up(rows: Normed, route: Routed, w13: Tensor, caps: Caps) -> Tensor:
+def routed_up(rows: Normed, route: Routed, w13: Weights, caps: Caps) -> Tensor:
     """First half of routed experts alone: product and soft-capped activation, [T, K, I].
 
     rows: [T, C]; w13: [E, 2 I, C], gate and up rows interleaved. The product is rounded before the activation.
@@ -70,7 +71,7 @@ def routed_up(rows: Normed, route: Routed, w13: Tensor, caps: Caps) -> Tensor:
 
 
 @op
-def routed_down(act: Tensor, route: Routed, w2: Tensor) -> Tensor:
+def routed_down(act: Tensor, route: Routed, w2: Weights) -> Tensor:
     """Second half: sum over a token's experts of weight * product, in fp32, rounded once: [T, C].
 
     act: [T, K, I]; w2: [E, C, I].
@@ -87,7 +88,7 @@ def routed_down(act: Tensor, route: Routed, w2: Tensor) -> Tensor:
 def routed_settle(
     act: Tensor,
     route: Routed,
-    w2: Tensor,
+    w2: Weights,
     residual: Tensor | None,
     taps: Tensor,
     view: GroupView,

@@ -12,29 +12,46 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
-from inkcap.ops.experts.group import tiles, width_of
+from inkcap.ops.experts.coded_many import grouped_coded, stored
+from inkcap.ops.experts.coded_row import down_row_coded, up_row_coded
+from inkcap.ops.experts.group import Tiles, tiles, width_of
 from inkcap.ops.experts.many import Also, combine_kernel, grouped
 from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up, routed_down, routed_settle, routed_up
 from inkcap.ops.experts.row import down_row, up_row
 from inkcap.ops.linear.device import chunks
+from inkcap.ops.quantize.coded import Coded, Weights
 from inkcap.ops.sconv.triton import convolve
 from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Routed
 
 TOGETHER = 64  # tokens up to which shared experts share the launches of the routed ones
 COMBINED = 1024  # channels of a program that sums over experts
 UP, DOWN = (4, 8), (8, 8)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
+UP_CODED, DOWN_CODED = (4, 2, 2), (8, 8)  # the same for codes; in the middle rows of shared experts
 
 
-def up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor | None, caps: Caps | None) -> tuple[Tensor, Tensor]:
+def up(
+    rows: Normed, route: Routed, w13: Weights, shared_w13: Tensor | None, caps: Caps | None
+) -> tuple[Tensor, Tensor]:
     """Activations of the routed and of the shared experts."""
     (tokens, top_k), (experts, columns, length) = route.choice.shape, w13.shape
     shared = 0 if shared_w13 is None else len(shared_w13)
-    out = torch.empty(tokens, top_k, columns // 2, dtype=rows.dtype, device=w13.device)
+    device = rows.rows.device
+    out = torch.empty(tokens, top_k, columns // 2, dtype=rows.dtype, device=device)
     bk, number = chunks(length)
     if tokens == 1 and number:
-        on, normed = pdl.supported(w13.device), rows.normed is None
+        on, normed = pdl.supported(device), rows.normed is None
         x = rows.rows if rows.normed is None else rows.normed
-        shared_out = torch.empty(1, shared, columns // 2, dtype=rows.dtype, device=w13.device)
+        shared_out = torch.empty(1, shared, columns // 2, dtype=rows.dtype, device=device)
+        if isinstance(w13, Coded):
+            bn, dense_bn, warps = UP_CODED
+            programs = shared * triton.cdiv(columns, dense_bn) + top_k * triton.cdiv(columns, bn)
+            up_row_coded[(programs,)](
+                x, rows.weight, *stored(w13), x if shared_w13 is None else shared_w13, route.choice, route.gammas,
+                out, shared_out, rows.eps, 1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
+                normed, caps is not None, shared, columns // 2, w13.bits, length, bk, number, bn, dense_bn, on,
+                num_warps=warps, **pdl.launch(on),
+            )  # fmt: skip
+            return out, shared_out
         bn, warps = UP
         up_row[(triton.cdiv(columns, bn), shared + top_k)](
             x, rows.weight, w13, w13 if shared_w13 is None else shared_w13, route.choice, route.gammas,
@@ -44,7 +61,7 @@ def up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor | None, caps
         )  # fmt: skip
         return out, shared_out
     x = rows.tensor()
-    shared_out = torch.empty(tokens, shared, columns // 2, dtype=rows.dtype, device=w13.device)
+    shared_out = torch.empty(tokens, shared, columns // 2, dtype=rows.dtype, device=device)
     also = None
     if shared_w13 is not None and tokens <= TOGETHER:
         also = Also(x, shared, shared_w13, route.gammas, shared_out, tokens)
@@ -52,15 +69,32 @@ def up(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor | None, caps
         shared_out = swiglu(F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (shared, -1)), route.gammas)
     if tokens:
         uses = tiles(route, experts, width_of(tokens * top_k, experts))
-        grouped(x, w13, uses, top_k, out, paired=True, caps=caps, also=also)
+        products_of(x, w13, uses, top_k, out, paired=True, caps=caps, also=also)
     return out, shared_out
+
+
+def products_of(
+    x: Tensor,
+    w: Weights,
+    uses: Tiles,
+    share: int,
+    out: Tensor,
+    *,
+    paired: bool,
+    caps: Caps | None = None,
+    also: Also | None = None,
+) -> Tensor:
+    """`grouped` with weights of either kind."""
+    if isinstance(w, Coded):
+        return grouped_coded(x, w, uses, share, out, paired=paired, caps=caps, also=also)
+    return grouped(x, w, uses, share, out, paired=paired, caps=caps, also=also)
 
 
 def down(
     act: Tensor,
     shared_act: Tensor | None,
     route: Routed,
-    w2: Tensor,
+    w2: Weights,
     shared_w2: Tensor | None,
     residual: Tensor | None,
     taps: Tensor | None,
@@ -89,6 +123,16 @@ def down(
         where, strides, window = (act,) * 6, (0,) * 5, (1, 1)
     if tokens == 1 and number and (inside or not convolved):
         shared = 0 if shared_w2 is None else shared_w2.shape[1]
+        if isinstance(w2, Coded):
+            bn, warps = DOWN_CODED
+            down_row_coded[(triton.cdiv(channels, bn),)](
+                act, act if shared_act is None else shared_act, *stored(w2), act if shared_w2 is None else shared_w2,
+                route.choice, route.weights, act if base is None else base, out, *where, conv_scale, channels,
+                *strides, inside, base is not None, *window, top_k, shared, triton.next_power_of_2(top_k),
+                triton.next_power_of_2(max(1, shared)), w2.bits, length, bk, number, bn, on,
+                num_warps=warps, **pdl.launch(on),
+            )  # fmt: skip
+            return out
         bn, warps = DOWN
         down_row[(triton.cdiv(channels, bn),)](
             act, act if shared_act is None else shared_act, w2, w2 if shared_w2 is None else shared_w2,
@@ -108,7 +152,7 @@ def down(
     elif shared_act is not None and shared_w2 is not None:
         many = 1
         shared = F.linear(shared_act.flatten(1), shared_w2.flatten(1))
-    grouped(act, w2, uses, 1, products, paired=False, also=also)
+    products_of(act, w2, uses, 1, products, paired=False, also=also)
     bc = min(COMBINED, triton.next_power_of_2(channels))
     combine_kernel[(tokens, triton.cdiv(channels, bc))](
         products, route.weights, shared, products if base is None else base, out,
@@ -121,13 +165,13 @@ def down(
 
 
 @experts_up.implement("triton", when=lambda device: device.type == "cuda")
-def experts_up_triton(rows: Normed, route: Routed, w13: Tensor, shared_w13: Tensor) -> Activated:
+def experts_up_triton(rows: Normed, route: Routed, w13: Weights, shared_w13: Tensor) -> Activated:
     """`experts_up` of the reference."""
     return Activated(*up(rows, route, w13, shared_w13, None), route)
 
 
 @experts_down.implement("triton", when=lambda device: device.type == "cuda")
-def experts_down_triton(act: Activated, w2: Tensor, shared_w2: Tensor) -> Tensor:
+def experts_down_triton(act: Activated, w2: Weights, shared_w2: Tensor) -> Tensor:
     """`experts_down` of the reference."""
     return down(act.routed, act.shared, act.route, w2, shared_w2, None, None, None, None, 0, 1.0)
 
@@ -135,7 +179,7 @@ def experts_down_triton(act: Activated, w2: Tensor, shared_w2: Tensor) -> Tensor
 @experts_settle.implement("triton", when=lambda device: device.type == "cuda")
 def experts_settle_triton(
     act: Activated,
-    w2: Tensor,
+    w2: Weights,
     shared_w2: Tensor,
     residual: Tensor | None,
     taps: Tensor,
@@ -149,13 +193,13 @@ def experts_settle_triton(
 
 
 @routed_up.implement("triton", when=lambda device: device.type == "cuda")
-def routed_up_triton(rows: Normed, route: Routed, w13: Tensor, caps: Caps) -> Tensor:
+def routed_up_triton(rows: Normed, route: Routed, w13: Weights, caps: Caps) -> Tensor:
     """`routed_up` of the reference."""
     return up(rows, route, w13, None, caps)[0]
 
 
 @routed_down.implement("triton", when=lambda device: device.type == "cuda")
-def routed_down_triton(act: Tensor, route: Routed, w2: Tensor) -> Tensor:
+def routed_down_triton(act: Tensor, route: Routed, w2: Weights) -> Tensor:
     """`routed_down` of the reference."""
     return down(act, None, route, w2, None, None, None, None, None, 0, 1.0)
 
@@ -164,7 +208,7 @@ def routed_down_triton(act: Tensor, route: Routed, w2: Tensor) -> Tensor:
 def routed_settle_triton(
     act: Tensor,
     route: Routed,
-    w2: Tensor,
+    w2: Weights,
     residual: Tensor | None,
     taps: Tensor,
     view: GroupView,

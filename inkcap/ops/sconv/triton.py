@@ -12,7 +12,7 @@ from inkcap.ops import pdl
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import GroupView, Packing
 
-FEW, MANY = (1, 512), (8, 256)  # tokens and channels of a program, up to 64 tokens and beyond
+FEW, MANY = (1, 512), (1, 1024)  # tokens and channels of a program, up to 64 tokens and beyond
 
 
 @triton.jit
