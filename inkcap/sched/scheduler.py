@@ -64,6 +64,7 @@ def build_scheduler(
             keep_every=cache.keep_every,
             drafts=drafts,
             lag=lag,
+            prefix=cache.prefix,
         )
     )
     return Scheduler(sched, manager, stop_ids=stop_ids, max_length=max_length, drafts=drafts)
@@ -346,18 +347,18 @@ class Scheduler:
         self._waiting.push(seq, front=True)
         self._count["preemptions"] += 1
 
-    def _vacate(self, seq: Sequence) -> None:
-        """Give back row and blocks of a running sequence."""
+    def _vacate(self, seq: Sequence, *, ended: bool = False) -> None:
+        """Give back row and blocks of a running sequence, which has `ended` or will go on later."""
         (self._decoding if seq in self._decoding else self._filling).remove(seq)
         assert seq.holding is not None, f"{seq.name} runs without blocks"
-        self.manager.release(seq.holding)
+        self.manager.release(seq.holding, ended=ended)
         self._closed.append(seq.row)
         self._free_rows.append(seq.row)
 
     def _end(self, seq: Sequence, finish: Finish) -> None:
         """Finish a sequence that waits or runs."""
         if seq.status is Status.RUNNING:
-            self._vacate(seq)
+            self._vacate(seq, ended=True)
         else:
             self._waiting.remove(seq)
         seq.end(finish)
@@ -393,7 +394,7 @@ class Scheduler:
             gained = len(tokens) - before
             generated += gained
             if stays_on and stay is not None:
-                if type(entry) is Chunk:
+                if isinstance(entry, Chunk):
                     computed = entry.stop
                     if row.prompt_logprobs is not None and seq.prompt_logprobs is not None:
                         missing = seq.prompt_length - len(seq.prompt_logprobs)

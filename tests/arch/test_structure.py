@@ -1,8 +1,10 @@
 """The rules of docs/architecture.md, checked on the source. A failure names the file, the line and the rule."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -132,3 +134,13 @@ def test_the_server_process_never_loads_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_types_are_checked_everywhere_but_in_kernels():
+    ignored = set(tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["pyright"]["ignore"])
+    kernels = {
+        file.relative_to(ROOT.parent).as_posix()
+        for file in FILES
+        if re.search("^import triton", file.read_text(), re.M)
+    }
+    assert ignored == kernels, "tool.pyright.ignore in pyproject.toml lists exactly the files that import triton"
