@@ -4,6 +4,7 @@ import pytest
 import torch
 from ops import test_router
 
+from inkcap.ops.norm.ref import rms_norm
 from inkcap.ops.router.triton import arrivals, route_sigmoid_triton, route_sink_triton
 from inkcap.ops.values import Normed
 
@@ -25,6 +26,12 @@ def test_route_sink(tokens, experts, shared, top_k):
 def test_many_tokens_go_to_the_library(monkeypatch):
     monkeypatch.setattr("inkcap.ops.router.triton.FEW", 1)
     test_router.test_route_sink(5, 13, 2, 4)
+
+
+def test_one_row_leaves_itself_normed():
+    x, weight = Normed(torch.randn(1, 100).half(), torch.rand(100) + 0.5, 1e-2), torch.randn(7, 100).half()
+    route_sigmoid_triton(x, weight, torch.zeros(7), top_k=2, route_scale=1.0)
+    assert torch.equal(x.normed, rms_norm.reference(x.rows, x.weight, 1e-2))
 
 
 def test_rows_in_parts():

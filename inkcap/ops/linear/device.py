@@ -72,6 +72,15 @@ def multiply(
     NORMED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Fetched weight rows times the row x [K], RMS-normed where NORMED: fp32 [rows]. 1/rms multiplies the sum."""
+    return multiply_and_norm(w0, w1, w2, w3, x, norm, eps, NORMED, K, BK, CHUNKS)[0]
+
+
+@triton.jit
+def multiply_and_norm(
+    w0, w1, w2, w3, x, norm, eps,
+    NORMED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """`multiply` and the row's 1/rms, 1 where it is not normed."""
     at = tl.arange(0, BK)
     own, scaled = operand(x, norm, at, 0, NORMED, K, BK)
     total = w0.to(tl.float32) * scaled[None, :]
@@ -89,6 +98,8 @@ def multiply(
         total += w3.to(tl.float32) * scaled[None, :]
         squares += own * own
     out = tl.sum(total, 1)
+    scale = 1.0
     if NORMED:
-        out *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    return out
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        out *= scale
+    return out, scale

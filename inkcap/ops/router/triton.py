@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.linear.device import chunks, fetch_all, multiply
+from inkcap.ops.linear.device import chunks, fetch_all, multiply_and_norm
 from inkcap.ops.linear.few import in_parts
 from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import Normed, Routed
@@ -73,17 +73,24 @@ def choose(
 
 @triton.jit
 def route_row(
-    x, norm, w, logits, arrived, bias, global_scale, choice, weights, gammas, eps, route_scale, w_stride,
+    x, norm, w, normed, logits, arrived, bias, global_scale, choice, weights, gammas, eps, route_scale, w_stride,
     NORMED: tl.constexpr, E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr,
     BE: tl.constexpr, BP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
+    PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Every program also leaves PIECE elements of the normed row, rounded, so that experts need not norm it again."""
     pdl.trigger(PDL)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     held = tl.minimum(n, E + S - 1)
     w0, w1, w2, w3 = fetch_all(w + held[:, None].to(tl.int64) * w_stride, K, BK, CHUNKS)
     pdl.wait(PDL)
-    tl.store(logits + n, multiply(w0, w1, w2, w3, x, norm, eps, NORMED, K, BK, CHUNKS), mask=n < E + S)
+    out, scale = multiply_and_norm(w0, w1, w2, w3, x, norm, eps, NORMED, K, BK, CHUNKS)
+    tl.store(logits + n, out, mask=n < E + S)
+    if NORMED:
+        k = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+        own = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32) * scale
+        own *= tl.load(norm + k, mask=k < K, other=0.0)
+        tl.store(normed + k, own.to(normed.dtype.element_ty), mask=k < K)
     tl.debug_barrier()  # all of the program's stores before its arrival
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(arrived, 0)
@@ -125,14 +132,19 @@ def route(
     blocks = (triton.next_power_of_2(experts), triton.next_power_of_2(top_k + shared))
     bk, number = chunks(length)
     if tokens == 1 and number and weight.stride(1) == x.stride(1) == 1:
+        unnormed = rows.normed is None
         own = x if rows.normed is None else rows.normed
+        normed = torch.empty(1, length, dtype=rows.dtype, device=x.device) if unnormed else own
         logits = torch.empty(every, dtype=torch.float32, device=x.device)
-        route_row[(triton.cdiv(every, ROWS),)](
-            own, rows.weight, weight, logits, arrivals(x.device), bias, scale, choice, weights, gammas,
+        programs = triton.cdiv(every, ROWS)
+        route_row[(programs,)](
+            own, rows.weight, weight, normed, logits, arrivals(x.device), bias, scale, choice, weights, gammas,
             rows.eps, route_scale, weight.stride(0),
-            rows.normed is None, experts, shared, top_k, sink, *blocks, length, bk, number, ROWS, on,
+            unnormed, experts, shared, top_k, sink, *blocks, length, bk, number, ROWS,
+            triton.next_power_of_2(triton.cdiv(length, programs)), on,
             num_warps=WARPS, **pdl.launch(on),
         )  # fmt: skip
+        rows.normed = normed
     elif tokens:
         normed, parts = rows.tensor(), 1
         if tokens <= FEW and normed.stride(1) == weight.stride(1) == 1 and normed.dtype == weight.dtype:
