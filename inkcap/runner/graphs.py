@@ -26,7 +26,7 @@ from inkcap.ops.dispatch import OPS, Op
 from inkcap.ops.rows.ref import append_tokens, newest
 from inkcap.ops.values import GroupView, Packing
 from inkcap.runner.guides import Guides
-from inkcap.runner.table import COLUMNS, RowTable
+from inkcap.runner.table import COLUMNS, RowTable, limits_of
 from inkcap.runner.transfer import upload
 from inkcap.sampling.guide import allow
 from inkcap.sampling.sampler import Sampled, Sampler
@@ -105,9 +105,10 @@ class Graphs:
         self.logits = torch.zeros(most, model.vocab_size, dtype=torch.float32, device=device)
         self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.every = torch.arange(most, device=device)
-        self.drawn: dict[int, Tensor] = {}  # by size: where the graph leaves its tokens
+        # by size, and whether top-k, top-p and min-p are heeded
+        self.drawn: dict[tuple[int, bool], Tensor] = {}  # where the graph leaves its tokens
         self.forwards: dict[tuple[int, int], Replays] = {}
-        self.draws: dict[int, Replays] = {}
+        self.draws: dict[tuple[int, bool], Replays] = {}
 
     def host_bound(self) -> list[str]:
         """Names of the ops that the model calls by references that read numbers on the host; these prevent capture."""
@@ -122,7 +123,8 @@ class Graphs:
             for size in reversed(self.sizes):
                 for bound in reversed(self.bounds):
                     self.forwards[size, bound] = recorder.capture(partial(self._forward, size, bound))
-                self.draws[size] = recorder.capture(partial(self._draw, size))
+                for limited in (False, True):
+                    self.draws[size, limited] = recorder.capture(partial(self._draw, size, limited))
         logger.info(
             "%d graphs of decode steps, up to %d rows: %.1f s, %.0f MiB",
             *(len(self.forwards) + len(self.draws), self.sizes[-1], time.perf_counter() - began),
@@ -152,8 +154,9 @@ class Graphs:
             return sampled
         if masks is not None:
             allow(self.logits[:count], masks)
-        self.draws[size].replay()
-        drawn = self.drawn[size][:count]
+        limited = not table.limited.isdisjoint(rows)
+        self.draws[size, limited].replay()
+        drawn = self.drawn[size, limited][:count]
         table.note(rows, drawn)
         return Sampled(drawn, [], None)
 
@@ -187,13 +190,16 @@ class Graphs:
         hidden = self.model.forward(Batch(ids, packing, self.every[:size], views, self.planes))
         self.logits[:size] = self.model.head(hidden)
 
-    def _draw(self, size: int) -> None:
+    def _draw(self, size: int, limited: bool) -> None:
         """Tokens of the first `size` rows listed, added to the rows."""
         table, rows = self.table, self.rows[:size]
         columns = {name: column[:size] for name, column in self.columns.items()}
-        drawn = self.sampler.plain(self.logits[:size], columns, table.lengths.index_select(0, rows))
+        limits = limits_of(columns) if limited else None
+        drawn = self.sampler.plain(
+            self.logits[:size], columns["temperature"], limits, columns["seed"], table.lengths.index_select(0, rows)
+        )
         append_tokens(rows, drawn, table.tokens, table.lengths, self.spare)
-        self.drawn[size] = drawn
+        self.drawn[size, limited] = drawn
 
 
 def bounds_up_to(longest: int) -> list[int]:

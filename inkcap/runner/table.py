@@ -1,12 +1,13 @@
 """Device rows: what the ranks remember of each running sequence, opened and closed by the plan."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from inkcap.base.sampling import BIAS_LIMIT, LOWEST_TEMPERATURE, TokenRules, stop_ids
 from inkcap.base.step import BlockEntry, RowSetup
+from inkcap.ops.sample.ref import Limits
 from inkcap.runner.transfer import upload
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
 
@@ -55,6 +56,7 @@ class RowTable:
         }
         self.setups: list[RowSetup | None] = [None] * rows
         self.extras: dict[int, RowExtras] = {}
+        self.limited: set[int] = set()  # rows with top-k, top-p or min-p
 
     def setup(self, row: int) -> RowSetup:
         """What opened `row`, which must be open."""
@@ -69,6 +71,7 @@ class RowTable:
             self.setups[row] = None
             self.host_lengths[row] = 0
             self.extras.pop(row, None)
+            self.limited.discard(row)
         if rows:
             index = upload(rows, torch.int64, self.device)
             self.lengths.index_fill_(0, index, 0)
@@ -88,6 +91,9 @@ class RowTable:
         self.grow(max(len(setup.tokens) for setup in setups))
         for setup in setups:
             self.tokens[setup.row, : len(setup.tokens)] = upload(setup.tokens, torch.int32, self.device)
+            params = setup.params
+            if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+                self.limited.add(setup.row)
             extras = self._extras(setup)
             if extras is not None:
                 self.extras[setup.row] = extras
@@ -140,9 +146,7 @@ class RowTable:
         extras = {place: self.extras[row] for place, row in enumerate(rows) if row in self.extras}
         return Draws(
             temperature=columns["temperature"],
-            top_k=columns["top_k"],
-            top_p=columns["top_p"],
-            min_p=columns["min_p"],
+            limits=limits_of(columns) if not self.limited.isdisjoint(rows) else None,
             seeds=columns["seed"],
             positions=self.lengths[index],
             logprobs=[self.setup(row).params.logprobs for row in rows],
@@ -194,6 +198,11 @@ class RowTable:
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
         return upload([*ids], torch.int64, self.device)
+
+
+def limits_of(columns: Mapping[str, Tensor]) -> Limits:
+    """What the sampling columns of some rows say about limits."""
+    return Limits(columns["top_k"], columns["top_p"], columns["min_p"])
 
 
 def _columns(setup: RowSetup) -> dict[str, float | int]:

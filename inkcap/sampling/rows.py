@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from inkcap.ops.sample.ref import Limits
+
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
@@ -32,12 +34,10 @@ class RowExtras:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """S tokens to draw, one a row of the logits; the columns are those of `ops.sample`."""
+    """S tokens to draw, one a row of the logits; as `ops.sample` takes them."""
 
     temperature: Tensor  # [S] float32
-    top_k: Tensor  # [S] int32
-    top_p: Tensor  # [S] float32
-    min_p: Tensor  # [S] float32
+    limits: Limits | None  # None: no row has any
     seeds: Tensor  # [S] int64
     positions: Tensor  # [S] int64: of the tokens to draw
     logprobs: list[int | None]  # alternatives wanted with each

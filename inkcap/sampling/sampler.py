@@ -1,13 +1,13 @@
 """Logits to tokens and log-probabilities of one step: what each row asks for, then one draw for all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from inkcap.base.request import Logprobs
-from inkcap.ops.sample.ref import penalize, sample
+from inkcap.ops.sample.ref import Limits, penalize, sample
 from inkcap.sampling.guide import allow
 from inkcap.sampling.logprobs import Scored, entries, score
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
@@ -47,14 +47,12 @@ class Sampler:
     def __init__(self, banned: Sequence[int], device: torch.device) -> None:
         self.banned = torch.tensor([*banned], dtype=torch.int64, device=device)
 
-    def plain(self, logits: Tensor, columns: Mapping[str, Tensor], positions: Tensor) -> Tensor:
-        """`draw` for rows without extras and log-probabilities: tokens [S], as `ops.sample` gives them.
-
-        columns: those of the row table for S rows; positions [S] int64 of the tokens to draw.
-        """
+    def plain(
+        self, logits: Tensor, temperature: Tensor, limits: Limits | None, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """`draw` for rows without extras and log-probabilities; arguments and result are those of `ops.sample`."""
         self._ban(logits)
-        heat, seeds = columns["temperature"], columns["seed"]
-        return sample(logits, heat, columns["top_k"], columns["top_p"], columns["min_p"], seeds, positions)
+        return sample(logits, temperature, limits, seeds, positions)
 
     def _ban(self, logits: Tensor) -> None:
         if len(self.banned):
@@ -78,7 +76,7 @@ class Sampler:
             allow(logits, draws.masks)
         for place, extras in draws.extras.items():
             _mask(logits[place], extras, draws.known[place])
-        tokens = sample(logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seeds, draws.positions)
+        tokens = sample(logits, draws.temperature, draws.limits, draws.seeds, draws.positions)
         if raw is None:
             return Sampled(tokens, wanted, None)
         own = tokens.clamp(min=0)  # a row without a token fails the step anyway

@@ -1,5 +1,7 @@
 """A worker on a GPU: captured steps against eager ones, both against a CPU, with steps in flight."""
 
+import warnings
+
 import pytest
 import torch
 from toy import PARAMS, RICH, make_worker, requests, run
@@ -40,11 +42,12 @@ def test_a_step_waits_for_nothing():
     launch = worker.launch
 
     def strict(plan):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
     worker.launch = strict
     run(worker, requests(PARAMS + RICH[:3], 14, seed=2), 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inkcap.ops.sample.ref import sample
+from inkcap.ops.sample.ref import Limits, sample
 from inkcap.ops.sample.triton import sample_triton
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +22,10 @@ def test_draws_are_those_of_the_reference(words, spread):
     top_p = torch.tensor([1.0, 0.9, 0.999]).repeat(32)
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.05, 0.0]).repeat(20)[:rows]
     seeds, positions = torch.randint(0, 2**62, (rows,)), torch.randint(0, 10**6, (rows,))
-    arguments = [logits, heat, top_k, top_p, min_p, seeds, positions]
-    drawn = sample_triton(*(tensor.cuda() for tensor in arguments)).cpu()
-    assert torch.equal(drawn, sample.reference(*arguments))
+    expected = sample.reference(logits, heat, Limits(top_k, top_p, min_p), seeds, positions)
+    logits, heat, top_k, top_p, min_p, seeds, positions = (
+        tensor.cuda() for tensor in (logits, heat, top_k, top_p, min_p, seeds, positions)
+    )
+    assert torch.equal(sample_triton(logits, heat, Limits(top_k, top_p, min_p), seeds, positions).cpu(), expected)
+    plain = sample.reference(logits, heat, None, seeds, positions)
+    assert torch.equal(sample_triton(logits, heat, None, seeds, positions), plain)

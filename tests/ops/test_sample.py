@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inkcap.ops.sample import cpu
-from inkcap.ops.sample.ref import gumbel, noise_bits, noise_keys, penalize, sample, threshold
+from inkcap.ops.sample.ref import Limits, gumbel, noise_bits, noise_keys, penalize, sample, threshold
 
 M64 = 2**64 - 1
 M32 = 2**32 - 1
@@ -40,12 +40,14 @@ def plain_bits(seed: int, position: int, token: int) -> int:
     return x ^ x >> 15
 
 
-def columns(settings: list[dict[str, float]]) -> list[torch.Tensor]:
-    """temperature, top_k, top_p, min_p of each row."""
+def columns(settings: list[dict[str, float]]) -> tuple[torch.Tensor, Limits | None]:
+    """Temperatures of rows, and their limits unless there are none."""
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     rows = [off | row for row in settings]
     kinds = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
-    return [torch.tensor([row[name] for row in rows], dtype=kind) for name, kind in kinds.items()]
+    heat, *limits = (torch.tensor([row[name] for row in rows], dtype=kind) for name, kind in kinds.items())
+    limited = any(name in row for row in settings for name in ("top_k", "top_p", "min_p"))
+    return heat, Limits(*limits) if limited else None
 
 
 def keyed(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,8 +192,9 @@ def test_cpu_draws_what_the_reference_draws(vocabulary, spread):
     arguments = (*columns(SETTINGS), seeds, positions)
     assert torch.equal(cpu.sample_cpu(logits, *arguments), sample.reference(logits, *arguments))
     scaled = logits / torch.where(arguments[0] == 0, 1, arguments[0])[:, None]
-    edges = threshold(scaled, *arguments[1:4])
-    for row, (k, p, ratio) in enumerate(zip(*(column.tolist() for column in arguments[1:4]), strict=True)):
+    limits = (arguments[1].top_k, arguments[1].top_p, arguments[1].min_p)
+    edges = threshold(scaled, *limits)
+    for row, (k, p, ratio) in enumerate(zip(*(column.tolist() for column in limits), strict=True)):
         if 0 < k < vocabulary or p < 1 or ratio > 0:
             assert cpu.threshold(scaled[row].numpy(), k, p, ratio) == edges[row], SETTINGS[row]
 
@@ -230,7 +233,11 @@ def test_a_row_draws_the_same_alone_and_in_company(function):
     arguments = (*columns(SETTINGS), *keyed(len(SETTINGS)))
     together = function(logits, *arguments)
     for row in range(len(SETTINGS)):
-        alone = function(logits[row : row + 1], *(column[row : row + 1] for column in arguments))
+        alone = function(
+            logits[row : row + 1],
+            *columns(SETTINGS[row : row + 1]),
+            *(column[row : row + 1] for column in arguments[2:]),
+        )
         assert alone == together[row], SETTINGS[row]
 
 

@@ -48,9 +48,9 @@ def test_columns_are_those_of_the_request():
     )
     draws = rows.draws([3, 0, 1])
     torch.testing.assert_close(draws.temperature, torch.tensor([0.7, 0.0, 0.01]))
-    assert draws.top_k.tolist() == [5, 0, 0]
-    assert draws.top_p.tolist() == [0.5, 1, 1]
-    assert draws.min_p.tolist() == [0.25, 0, 0]
+    assert draws.limits.top_k.tolist() == [5, 0, 0]
+    assert draws.limits.top_p.tolist() == [0.5, 1, 1]
+    assert draws.limits.min_p.tolist() == [0.25, 0, 0]
     assert draws.seeds.tolist() == [2**63 - 1, 0, 0]
     assert draws.positions.tolist() == [1, 2, 1]
     assert not draws.extras

@@ -12,7 +12,7 @@ from inkcap.base.request import SamplingParams
 from inkcap.base.sampling import TokenRules
 from inkcap.base.step import BlockEntry, BlockMove, Chunk, Continue, RowSetup, StepPlan
 from inkcap.cache.state import LayerState, Plane
-from inkcap.ops.sample.ref import sample
+from inkcap.ops.sample.ref import Limits, sample
 from inkcap.parallel.comm import Comm
 from inkcap.runner.worker import Worker
 
@@ -86,10 +86,10 @@ def expected(tokens: list[int], params: SamplingParams, seed: int, count: int) -
     """What a request without masks and penalties draws."""
     tokens, made = list(tokens), []
     for _ in range(count):
-        columns = [torch.tensor([v]) for v in (params.temperature, params.top_k, params.top_p, params.min_p)]
+        heat, *limits = (torch.tensor([v]) for v in (params.temperature, params.top_k, params.top_p, params.min_p))
         logits = plain_logits(tokens)
         logits[[*BANNED]] = -torch.inf
-        drawn = sample.reference(logits[None], *columns, torch.tensor([seed]), torch.tensor([len(tokens)]))
+        drawn = sample.reference(logits[None], heat, Limits(*limits), torch.tensor([seed]), torch.tensor([len(tokens)]))
         made.append(int(drawn))
         tokens.append(made[-1])
     return made

@@ -23,8 +23,7 @@ def chain(token: int, heat: float = 1.0) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, seed: int, position: int) -> int:
-    off = [torch.tensor([1.0]), torch.tensor([0], dtype=torch.int32), torch.tensor([1.0]), torch.tensor([0.0])]
-    return int(sample.reference(logits[None], *off, torch.tensor([seed]), torch.tensor([position])))
+    return int(sample.reference(logits[None], torch.ones(1), None, torch.tensor([seed]), torch.tensor([position])))
 
 
 def test_agreement_gives_the_tokens_of_a_run_without_drafts():

@@ -6,12 +6,14 @@ exponential and no logarithm; only these few are scored, as the reference does i
 line after all, every token is scored.
 """
 
+from itertools import repeat
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inkcap.ops.sample.ref import LOW, STRIDE, penalize, sample
+from inkcap.ops.sample.ref import LOW, STRIDE, Limits, penalize, sample
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
@@ -22,13 +24,12 @@ SLACK = 3.0  # exp(SLACK) = 20 tokens are scored on average; the line is missed 
 MARGIN = 1.001
 SLAB = 1 << 16  # logits at a time, so that a slab's arrays stay in the second-level cache
 FEW = 1024  # likeliest tokens among which the edge of top-p is sought first
+NO_LIMITS = (repeat(0), repeat(1.0), repeat(0.0))  # top-k, top-p, min-p of any number of rows
 COUNTERS: dict[int, Words] = {}  # vocabulary -> id * STRIDE of each token
 
 
 @sample.implement("cpu", when=lambda device: device.type == "cpu")
-def sample_cpu(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
-) -> Tensor:
+def sample_cpu(logits: Tensor, temperature: Tensor, limits: Limits | None, seeds: Tensor, positions: Tensor) -> Tensor:
     """`sample` of the reference."""
     rows: Floats = logits.numpy()
     heats: Floats = temperature.numpy()
@@ -37,8 +38,8 @@ def sample_cpu(
     tokens = np.full(len(rows), -1, dtype=np.int64)
     sound = logits.amax(1).isfinite().tolist()
     whole: list[int] = []  # places of rows that draw from all tokens
-    limits = zip(heats.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
-    for place, (heat, k, p, ratio) in enumerate(limits):
+    columns = NO_LIMITS if limits is None else (limits.top_k.tolist(), limits.top_p.tolist(), limits.min_p.tolist())
+    for place, (heat, k, p, ratio) in enumerate(zip(heats.tolist(), *columns, strict=limits is not None)):
         if not sound[place]:
             continue
         if heat == 0:

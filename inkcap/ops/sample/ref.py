@@ -13,6 +13,8 @@ every implementation, batch and rank draws alike. All arithmetic wraps; `>>` shi
 is the upper tail of the Gumbel distribution that decides, and there a small number has all its digits.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -43,22 +45,31 @@ def gumbel(bits: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32))
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Which tokens S rows may draw. Top-k acts on the distribution at a row's temperature, top-p on what top-k left,
+    min-p on the ratio to the most likely token. Each keeps whatever ties with the last it keeps."""
+
+    top_k: Tensor  # [S] int32, 0: off
+    top_p: Tensor  # [S] float32, 1: off
+    min_p: Tensor  # [S] float32, 0: off
+
+
 @op
-def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
-) -> Tensor:
+def sample(logits: Tensor, temperature: Tensor, limits: Limits | None, seeds: Tensor, positions: Tensor) -> Tensor:
     """One token a row: the most likely one where temperature is 0 (ties: lowest id), else a draw.
 
-    logits: [S, V] float32, -inf where masked; temperature, top_p (1: off), min_p (0: off): [S] float32; top_k: [S]
-    int32, 0: off; seeds, positions: [S] int64, the position is that of the drawn token. Returns [S] int64, -1 where a
-    row's largest logit is not finite or one is no number. Top-k acts on the distribution at that temperature, top-p on
-    what top-k left, min-p on the ratio to the most likely token. Each keeps whatever ties with the last it keeps.
+    logits: [S, V] float32, -inf where masked; temperature: [S] float32; limits: None if no row has any; seeds,
+    positions: [S] int64, the position is that of the drawn token. Returns [S] int64, -1 where a row's largest logit is
+    not finite or one is no number.
     """
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]  # [S, V]
-    keep = scaled >= threshold(scaled, top_k, top_p, min_p)[:, None]
     bits = noise_bits(noise_keys(seeds, positions), torch.arange(logits.shape[1], device=logits.device))
-    scores = torch.where(keep, scaled.double() + gumbel(bits), -torch.inf)  # [S, V]
+    scores = scaled.double() + gumbel(bits)  # [S, V]
+    if limits is not None:
+        keep = scaled >= threshold(scaled, limits.top_k, limits.top_p, limits.min_p)[:, None]
+        scores = torch.where(keep, scores, -torch.inf)
     drawn = torch.where(greedy, logits.argmax(1), scores.argmax(1))
     return torch.where(logits.amax(1).isfinite(), drawn, -1)  # NaN wins every maximum
 

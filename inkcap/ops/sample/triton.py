@@ -1,13 +1,15 @@
-"""Drawing on a GPU without sorting the vocabulary: three launches, each row by itself, exact as the reference.
+"""Drawing on a GPU without sorting the vocabulary, exact as the reference. A program works on `SPAN` words of one row.
 
-    edge      one program a row: the smallest logit the row may draw; only rows with top-k, top-p or min-p work
-    score     one program a row and `SPAN` words: noise, scores, the best of them
-    choose    one program a row: the best of the best
+    tops      largest scaled logit of each span; only with limits
+    sieve     eight times for top-k, eight times for top-p; see below
+    score     noise, scores, and the best of each span
+    choose    the best of the best
 
-The edge is sought in the bits of the number: with the order-preserving integer of a float, four bits a pass, each pass
-counts (top-k) or weighs (top-p, float64) the words at or above fifteen candidates. The row is read 1 + 8 times for each
-of the two, from the first or second level cache. Scores are float64; 1 - u is exact there, so log(1 - u) is as good as
-log1p(-u). The floor of a row that draws from all words is one read of its logits and three launches.
+The smallest logit a row may draw is sought in the bits of the number, as the order-preserving integer of a float: every
+sieve settles four bits. Its programs count (top-k) or weigh (top-p) the words at or above sixteen candidates; the next
+launch adds these sums up, the same way in every program, and goes on from the largest candidate that has enough. Rows
+without that limit are passed over. Sums and scores are float64; 1 - u is exact there, so log(1 - u) is as good as
+log1p(-u). The floor without limits is one read of the logits and two launches.
 """
 
 import torch
@@ -15,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkcap.ops.sample.ref import penalize, sample
+from inkcap.ops.sample.ref import Limits, penalize, sample
 
-SPAN = 2048  # words of a program that scores
-SEEN = 1024  # words at a time of a program that seeks the edge: 16 candidates each must stay in registers
+SPAN = 2048  # words of a program
+SEEN = 1024  # words at a time in a sieve: 16 candidates each must stay in registers
+SIEVES = 8
 
 
 @triton.jit
@@ -42,54 +45,108 @@ def unordered(key):
 
 
 @triton.jit
-def edge_kernel(logits, temperature, top_k, top_p, min_p, edges, V, stride, SEEN: tl.constexpr):
+def tops_kernel(logits, temperature, tops, V, stride, spans, SPAN: tl.constexpr):
     at_row = tl.program_id(0).to(tl.int64)
-    row = logits + at_row * stride
-    heat, k = tl.load(temperature + at_row), tl.load(top_k + at_row)
-    p, ratio = tl.load(top_p + at_row), tl.load(min_p + at_row)
-    count_k, weigh_p = (k > 0) & (k < V), p < 1
-    least = float("-inf")
-    if (heat > 0) & (count_k | weigh_p | (ratio > 0)):
-        lane = tl.arange(0, SEEN)
-        candidate = tl.arange(0, 16).to(tl.uint32)[None, :]
-        tops = tl.full([SEEN], float("-inf"), tl.float32)
-        for start in range(0, V, SEEN):
-            tops = tl.maximum(tops, scaled_tile(row, start + lane, V, heat))
-        highest = tl.max(tops, 0)
-        if count_k:
-            base, unit = tl.full([1, 1], 0, tl.uint32), tl.full([1, 1], 1 << 28, tl.uint32)
-            for _ in range(8):
-                pivots = base + candidate * unit
-                counts = tl.zeros([SEEN, 16], tl.int32)
-                for start in range(0, V, SEEN):
-                    key = ordered(scaled_tile(row, start + lane, V, heat))
-                    inside = (start + lane < V)[:, None]
-                    counts += ((key[:, None] >= pivots) & inside).to(tl.int32)
-                enough = tl.sum((tl.sum(counts, 0) >= k).to(tl.int32), 0) - 1
-                base += enough.to(tl.uint32) * unit
-                unit = unit >> 4
-            least = tl.max(tl.max(unordered(base), 1), 0)
-        if weigh_p:
-            weights = tl.zeros([SEEN], tl.float64)
-            for start in range(0, V, SEEN):
-                x = scaled_tile(row, start + lane, V, heat)
-                weights += tl.where(x >= least, tl.exp(x.to(tl.float64) - highest.to(tl.float64)), 0.0)
-            needed = p.to(tl.float64) * tl.sum(weights, 0)
-            base, unit = tl.full([1, 1], 0, tl.uint32), tl.full([1, 1], 1 << 28, tl.uint32)
-            for _ in range(8):
-                pivots = base + candidate * unit
-                masses = tl.zeros([SEEN, 16], tl.float64)
-                for start in range(0, V, SEEN):
-                    x = scaled_tile(row, start + lane, V, heat)
-                    weight = tl.where(x >= least, tl.exp(x.to(tl.float64) - highest.to(tl.float64)), 0.0)
-                    masses += tl.where(ordered(x)[:, None] >= pivots, weight[:, None], 0.0)
-                enough = tl.sum((tl.sum(masses, 0) >= needed).to(tl.int32), 0) - 1
-                base += tl.maximum(enough, 0).to(tl.uint32) * unit
-                unit = unit >> 4
-            # nothing holds so much by a rounding error: all is kept
-            edge = tl.max(tl.max(tl.where(base == 0, float("-inf"), unordered(base)), 1), 0)
-            least = tl.maximum(least, edge)
-        if ratio > 0:
+    heat = tl.load(temperature + at_row)
+    x = scaled_tile(
+        logits + at_row * stride, tl.program_id(1) * SPAN + tl.arange(0, SPAN), V, tl.where(heat == 0, 1.0, heat)
+    )
+    tl.store(tops + at_row * spans + tl.program_id(1), tl.max(x, 0))
+
+
+@triton.jit
+def settled(sums, base, needed, at_row, spans, unit, WIDE: tl.constexpr):
+    """The base with four more bits, [1] uint32, from the sums of the sieve with that unit."""
+    at = tl.arange(0, WIDE)[:, None]
+    lane = tl.arange(0, 16)[None, :]
+    parts = tl.load(sums + (at_row * spans + at) * 16 + lane, mask=at < spans, other=0.0)
+    enough = tl.sum((tl.sum(parts, 0) >= needed).to(tl.int32), 0)
+    # candidate 0 is the base; by a rounding error not even all words may hold enough
+    return base + tl.maximum(enough - 1, 0).to(tl.uint32) * unit
+
+
+@triton.jit
+def total_of(sums, at_row, spans, WIDE: tl.constexpr):
+    """The sum over all words, which the first sieve has for candidate 0."""
+    at = tl.arange(0, WIDE)
+    return tl.sum(tl.load(sums + (at_row * spans + at) * 16, mask=at < spans, other=0.0), 0)
+
+
+@triton.jit
+def sieve_kernel(
+    logits, temperature, limit, tops, edges, sums, bases, needs, V, stride, spans, step, unit, rows,
+    WEIGH: tl.constexpr, SPAN: tl.constexpr, SEEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`sums` [2, rows, spans, 16], `bases` and `needs` [2, rows]: sieve `step` reads one half and writes the other.
+
+    `limit` is top_k, or top_p with WEIGH; `edges`, read with WEIGH, is what top-k left.
+    """
+    at_row = tl.program_id(0).to(tl.int64)
+    heat, own = tl.load(temperature + at_row), tl.load(limit + at_row)
+    if WEIGH:
+        limited = (heat > 0) & (own < 1)
+    else:
+        limited = (heat > 0) & (own > 0) & (own < V)
+    if limited:
+        old, new = ((step + 1) % 2).to(tl.int64) * rows, (step % 2).to(tl.int64) * rows
+        base = tl.full([1], 0, tl.uint32)
+        needed = own.to(tl.float64)
+        if step > 0:
+            if WEIGH:
+                if step == 1:
+                    needed = needed * total_of(sums + old * spans * 16, at_row, spans, WIDE)
+                else:
+                    needed = tl.load(needs + old + at_row)
+            before = tl.load(bases + old + at_row + tl.arange(0, 1)).to(tl.uint32, bitcast=True)
+            base = settled(sums + old * spans * 16, before, needed, at_row, spans, unit.to(tl.uint32) << 4, WIDE)
+        pivots = base[None, :] + (tl.arange(0, 16).to(tl.uint32) * unit.to(tl.uint32))[None, :]
+        highest, least = 0.0, float("-inf")
+        if WEIGH:
+            at = tl.arange(0, WIDE)
+            highest = tl.max(tl.load(tops + at_row * spans + at, mask=at < spans, other=float("-inf")), 0)
+            least = tl.load(edges + at_row)
+        found = tl.zeros([SEEN, 16], tl.float64)
+        for start in range(0, SPAN, SEEN):
+            at = tl.program_id(1) * SPAN + start + tl.arange(0, SEEN)
+            x = scaled_tile(logits + at_row * stride, at, V, heat)
+            if WEIGH:
+                weight = tl.where(x >= least, tl.exp(x.to(tl.float64) - highest.to(tl.float64)), 0.0)
+            else:
+                weight = tl.where(at < V, 1.0, 0.0).to(tl.float64)
+            found += tl.where(ordered(x)[:, None] >= pivots, weight[:, None], 0.0)
+        out = ((new + at_row) * spans + tl.program_id(1)) * 16
+        tl.store(sums + out + tl.arange(0, 16), tl.sum(found, 0))
+        if tl.program_id(1) == 0:
+            tl.store(bases + new + at_row + tl.arange(0, 1), base.to(tl.int32, bitcast=True))
+            tl.store(needs + new + at_row, needed)
+
+
+@triton.jit
+def edge_kernel(
+    temperature, limit, tops, edges, sums, bases, needs, min_p, V, spans, rows,
+    WEIGH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """What the last sieve of a kind found; behind top-p also min-p."""
+    at_row = tl.program_id(0).to(tl.int64)
+    heat, own = tl.load(temperature + at_row), tl.load(limit + at_row)
+    last = ((8 - 1) % 2) * rows.to(tl.int64)
+    if WEIGH:
+        least = tl.load(edges + at_row)
+        limited = (heat > 0) & (own < 1)
+    else:
+        least = float("-inf")
+        limited = (heat > 0) & (own > 0) & (own < V)
+    if limited:
+        before = tl.load(bases + last + at_row + tl.arange(0, 1)).to(tl.uint32, bitcast=True)
+        needed = tl.load(needs + last + at_row)
+        key = settled(sums + last * spans * 16, before, needed, at_row, spans, tl.full([1], 1, tl.uint32), WIDE)
+        edge = tl.max(tl.where(key == 0, float("-inf"), unordered(key)), 0)
+        least = tl.maximum(least, edge)
+    if WEIGH:
+        ratio = tl.load(min_p + at_row)
+        if (heat > 0) & (ratio > 0):
+            at = tl.arange(0, WIDE)
+            highest = tl.max(tl.load(tops + at_row * spans + at, mask=at < spans, other=float("-inf")), 0)
             least = tl.maximum(least, highest + tl.log(ratio.to(tl.float64)).to(tl.float32))
     tl.store(edges + at_row, least)
 
@@ -103,7 +160,8 @@ def mix64(x):
 
 @triton.jit
 def score_kernel(
-    logits, temperature, edges, seeds, positions, best, places, V, stride, spans, SPAN: tl.constexpr
+    logits, temperature, edges, seeds, positions, best, places, V, stride, spans,
+    LIMITED: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     at_row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
@@ -119,7 +177,9 @@ def score_kernel(
         h = ((h ^ (h >> 15)) + (key >> 32).to(tl.uint32)) * 0x735A2D97
         h = h ^ (h >> 15)
         u = (h.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
-        scores = tl.where(x >= tl.load(edges + at_row), scores - tl.log(-tl.log(1.0 - u)), float("-inf"))
+        scores = scores - tl.log(-tl.log(1.0 - u))
+        if LIMITED:
+            scores = tl.where(x >= tl.load(edges + at_row), scores, float("-inf"))
     bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
     most = tl.max(scores, 0)
     place = tl.min(tl.where((scores == most) & (at < V), at, V), 0)
@@ -141,26 +201,47 @@ def choose_kernel(best, places, tokens, spans, WIDE: tl.constexpr):
 
 @sample.implement("triton", when=lambda device: device.type == "cuda")
 def sample_triton(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, temperature: Tensor, limits: Limits | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     """`sample` of the reference. Rows of logits may stand apart."""
     rows, words = logits.shape
     assert logits.stride(1) == 1, "the words of a row must be neighbours"
     spans = triton.cdiv(words, SPAN)
-    edges = torch.empty(rows, dtype=torch.float32, device=logits.device)
     best = torch.empty(rows, spans, dtype=torch.float64, device=logits.device)
     places = torch.empty(rows, spans, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        edge_kernel[(rows,)](
-            logits, temperature, top_k, top_p, min_p, edges, words, logits.stride(0), SEEN=SEEN, num_warps=16
-        )
+        edges = best if limits is None else edges_of(logits, temperature, limits)
         score_kernel[(rows, spans)](
             logits, temperature, edges, seeds, positions, best, places, words, logits.stride(0), spans,
-            SPAN=SPAN, num_warps=8,
+            LIMITED=limits is not None, SPAN=SPAN, num_warps=8,
         )  # fmt: skip
         choose_kernel[(rows,)](best, places, tokens, spans, WIDE=triton.next_power_of_2(spans), num_warps=1)
     return tokens
+
+
+def edges_of(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
+    """The smallest scaled logit [S] that each row may draw."""
+    (rows, words), device = logits.shape, logits.device
+    spans = triton.cdiv(words, SPAN)
+    wide = triton.next_power_of_2(spans)
+    tops = torch.empty(rows, spans, dtype=torch.float32, device=device)
+    edges = torch.empty(rows, dtype=torch.float32, device=device)
+    sums = torch.empty(2, rows, spans, 16, dtype=torch.float64, device=device)
+    bases = torch.empty(2, rows, dtype=torch.int32, device=device)
+    needs = torch.empty(2, rows, dtype=torch.float64, device=device)
+    tops_kernel[(rows, spans)](logits, temperature, tops, words, logits.stride(0), spans, SPAN=SPAN, num_warps=8)
+    for weigh, limit in ((False, limits.top_k), (True, limits.top_p)):
+        for step in range(SIEVES):
+            sieve_kernel[(rows, spans)](
+                logits, temperature, limit, tops, edges, sums, bases, needs, words, logits.stride(0), spans,
+                step, 1 << (28 - 4 * step), rows, WEIGH=weigh, SPAN=SPAN, SEEN=SEEN, WIDE=wide, num_warps=8,
+            )  # fmt: skip
+        edge_kernel[(rows,)](
+            temperature, limit, tops, edges, sums, bases, needs, limits.min_p, words, spans, rows,
+            WEIGH=weigh, WIDE=wide, num_warps=1,
+        )  # fmt: skip
+    return edges
 
 
 @triton.jit
