@@ -72,7 +72,7 @@ def total_of(sums, at_row, spans, WIDE: tl.constexpr):
     return tl.sum(tl.load(sums + (at_row * spans + at) * 16, mask=at < spans, other=0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step", "unit", "rows"])
 def sieve_kernel(
     logits, temperature, limit, tops, edges, sums, bases, needs, V, stride, spans, step, unit, rows,
     WEIGH: tl.constexpr, SPAN: tl.constexpr, SEEN: tl.constexpr, WIDE: tl.constexpr,
@@ -107,12 +107,12 @@ def sieve_kernel(
             least = tl.load(edges + at_row)
         found = tl.zeros([SEEN, 16], tl.float64)
         for start in range(0, SPAN, SEEN):
-            at = tl.program_id(1) * SPAN + start + tl.arange(0, SEEN)
-            x = scaled_tile(logits + at_row * stride, at, V, heat)
+            word = tl.program_id(1) * SPAN + start + tl.arange(0, SEEN)
+            x = scaled_tile(logits + at_row * stride, word, V, heat)
             if WEIGH:
                 weight = tl.where(x >= least, tl.exp(x.to(tl.float64) - highest.to(tl.float64)), 0.0)
             else:
-                weight = tl.where(at < V, 1.0, 0.0).to(tl.float64)
+                weight = tl.where(word < V, 1.0, 0.0).to(tl.float64)
             found += tl.where(ordered(x)[:, None] >= pivots, weight[:, None], 0.0)
         out = ((new + at_row) * spans + tl.program_id(1)) * 16
         tl.store(sums + out + tl.arange(0, 16), tl.sum(found, 0))
@@ -121,7 +121,7 @@ def sieve_kernel(
             tl.store(needs + new + at_row, needed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def edge_kernel(
     temperature, limit, tops, edges, sums, bases, needs, min_p, V, spans, rows,
     WEIGH: tl.constexpr, WIDE: tl.constexpr,
