@@ -17,8 +17,11 @@ from inkcap.base.checkpoint import find_checkpoint, read_generation_defaults
 from inkcap.base.config import EngineConfig, SchedConfig, environment_defaults
 from inkcap.base.errors import BadRequest, EngineFault, NotBuiltYet
 from inkcap.base.flags import config_from_tree
+from inkcap.base.matching import probe
 from inkcap.base.request import EngineInfo, EngineStats, GenerateRequest, Logprobs, SamplingParams, TokenDelta
+from inkcap.base.turn import TurnRules
 from inkcap.chat.effort import choose_effort
+from inkcap.chat.grammar import Wish, read_wish
 from inkcap.chat.output import Answer, ChatOutput, TextOutput
 from inkcap.chat.render import Rendered, RenderOptions, render
 from inkcap.chat.tokens import Tokenizer
@@ -167,18 +170,29 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[object] | None = None,
+        tool_choice: str | Mapping[str, object] | None = None,
+        response_format: Mapping[str, object] | None = None,
+        structured_outputs: Mapping[str, object] | None = None,
+        thinking_token_budget: int | None = None,
         reasoning_effort: str | float | None = None,
         continue_final_message: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them. Without `sampling_params` an answer may fill the context.
 
-        `outputs[i].text` is what is for the user; thinking stands in `.reasoning`, calls in `.tool_calls`.
+        `outputs[i].text` is what is for the user; thinking stands in `.reasoning`, calls in `.tool_calls`. Formats,
+        tool choice and budget are enforced as the server does; here grammars are compiled without a deadline.
         """
         several = len(messages) > 0 and not isinstance(messages[0], Mapping)
         listed: Sequence[Any] = messages if several else [messages]
         params = self._params(sampling_params, len(listed), max_tokens=None)
-        prompts = [self._rendered(one, tools, reasoning_effort, continue_final_message) for one in listed]
+        wish = read_wish(
+            tools=tools,
+            tool_choice=tool_choice,
+            formats={"response_format": response_format, "structured_outputs": structured_outputs},
+            thinking=thinking_token_budget,
+        )
+        prompts = [self._rendered(one, tools, reasoning_effort, continue_final_message, wish) for one in listed]
         runs = [self._run(prompt, one, 0) for prompt, one in zip(prompts, params, strict=True)]
         return self._finish(runs, use_tqdm)
 
@@ -195,14 +209,23 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[object] | None = None,
+        tool_choice: str | Mapping[str, object] | None = None,
+        response_format: Mapping[str, object] | None = None,
+        structured_outputs: Mapping[str, object] | None = None,
+        thinking_token_budget: int | None = None,
         reasoning_effort: str | float | None = None,
         continue_final_message: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation, as `generate_async` does."""
         (params,) = self._params(sampling_params, 1, max_tokens=None)
-        return self._stream(
-            self._run(self._rendered(messages, tools, reasoning_effort, continue_final_message), params, 0)
+        wish = read_wish(
+            tools=tools,
+            tool_choice=tool_choice,
+            formats={"response_format": response_format, "structured_outputs": structured_outputs},
+            thinking=thinking_token_budget,
         )
+        prompt = self._rendered(messages, tools, reasoning_effort, continue_final_message, wish)
+        return self._stream(self._run(prompt, params, 0))
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
@@ -269,6 +292,7 @@ class LLM:
             encode=None if self.tokenizer is None else self.tokenizer.encode_text,
             priority=priority,
             max_logprobs=self.config.server.max_logprobs,
+            rules=prompt.rules,
         )
         return Run(prompt, requests, self.tokenizer)
 
@@ -320,6 +344,7 @@ class LLM:
         tools: Sequence[object] | None,
         reasoning_effort: str | float | None,
         continue_final_message: bool,
+        wish: Wish,
     ) -> "Prepared":
         if self.tokenizer is None:
             raise BadRequest("chat needs a tokenizer, and this LLM runs without one; use generate with token ids")
@@ -333,7 +358,8 @@ class LLM:
         )
         effort = choose_effort(messages, server.default_effort, reasoning_effort)
         rendered = render(self.tokenizer, messages, tools, effort, options)
-        return Prepared(None, rendered.token_ids, rendered)
+        errors = {grammar: why for grammar, _ in wish.grammars() if (why := probe(grammar))}
+        return Prepared(None, rendered.token_ids, rendered, wish.rules(rendered.start, errors))
 
 
 def taken(part: list[TokenDelta] | EngineFault) -> list[TokenDelta]:
@@ -358,6 +384,7 @@ class Prepared(NamedTuple):
     text: str | None
     token_ids: list[int]
     rendered: Rendered | None = None
+    rules: TurnRules | None = None
 
 
 class Run:

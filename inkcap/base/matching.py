@@ -23,6 +23,9 @@ COMPILERS = 2  # threads
 # A run of blanks between tokens of JSON that is free in its form. Bounded, or a weak model fills its budget with it.
 BLANKS = r"[\x20\x0A\x0D\x09]{1,24}"
 PROBE_STEPS = 6
+# Sets of tokens that masks are put together from: blanks, and text inside JSON strings that has so much room left.
+_LETTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_LETTER}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{_LETTER}+"]
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -119,7 +122,12 @@ class Compiler:
         for piece, token in ranks.items():
             self.pieces[token] = piece
         self._tokenizer = llguidance.LLTokenizer.from_tiktoken(  # pyright: ignore[reportAttributeAccessIssue]
-            encoder=dict(ranks), special_tokens={"end": END_TURN}, pattern=SPLIT, eos_token=END_TURN, n_vocab=VOCAB
+            encoder=dict(ranks),
+            special_tokens={"end": END_TURN},
+            pattern=SPLIT,
+            eos_token=END_TURN,
+            n_vocab=VOCAB,
+            slices=SLICES,
         )
         self._limits = limits()
         self._lock = threading.Lock()

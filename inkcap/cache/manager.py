@@ -6,6 +6,7 @@ step made before or after writes to it again.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from inkcap.base.errors import NotEnoughMemory, SetupError
 from inkcap.base.step import BlockEntry, BlockMove
@@ -191,7 +192,9 @@ class CacheManager:
                 spans = self._step_spans(holding, group, start, stop, earliest_next)
                 missing = group.blocks([(max(lo, room), hi) for lo, hi in spans if hi > room])
             if len(missing) > self.pools[i].available:
-                return False
+                self._drop_unreachable(holding, i, keep_end=False)
+                if len(missing) > self.pools[i].available:
+                    return False
             wanted.append((i, missing))
         entries = self._entries
         for i, missing in wanted:
@@ -228,8 +231,13 @@ class CacheManager:
             blocks[group.name] = [(index, table[index]) for index in indices]
         return position, blocks
 
-    def release(self, holding: Holding) -> None:
-        """Let go of everything. Published blocks stay findable, the newest of a sequence being reused first."""
+    def release(self, holding: Holding, *, ended: bool = False) -> None:
+        """Let go of everything. Published blocks stay findable, the newest of a sequence being reused first.
+
+        `ended`: the sequence is over, and whoever continues it can resume from its last whole grain.
+        """
+        if ended and holding.chain is not None:
+            self._publish_end(holding, holding.chain)
         for pool, table in zip(self.pools, holding.tables, strict=True):
             for block in reversed(table.values()):
                 pool.drop(block)
@@ -280,11 +288,36 @@ class CacheManager:
                     pool.publish(table[index], chain.key(group, index))
             holding.settled = boundary
 
-    def _drop_unreachable(self, holding: Holding, i: int) -> None:
-        """Drop blocks of a windowed group that neither a later step nor a boundary still to be published reads."""
+    def _publish_end(self, holding: Holding, chain: Chain) -> None:
+        """Make the last settled boundary one to resume from, if all of it is still held."""
+        parts = []
+        for i in self._windowed:
+            group, table = self.groups[i], holding.tables[i]
+            indices = group.blocks(group.resume_spans(holding.settled, self._lag))
+            if any(index not in table for index in indices):
+                return
+            parts.append((group, self.pools[i], table, indices))
+        for group, pool, table, indices in parts:
+            for index in indices:
+                pool.publish(table[index], chain.key(group, index))
+
+    def _drop_unreachable(self, holding: Holding, i: int, *, keep_end: bool = True) -> None:
+        """Drop blocks of a windowed group that neither a later step nor a boundary still to be published reads.
+
+        The last settled boundary is one of these, since the sequence may end before the next; unless blocks are short.
+        """
         group, table = self.groups[i], holding.tables[i]
+        if group.window is None:
+            return
         first = group.first_needed(holding.computed - 2 * self._lag) // group.block
-        while (index := next(iter(table), first)) < first:
+        if next(iter(table), first) >= first:
+            return
+        low = high = 0
+        if holding.chain is not None and keep_end:
+            low = group.first_needed(holding.settled - self._lag) // group.block
+            high = holding.settled // group.block  # a whole number: boundaries are multiples of every block
+        unread = [index for index in takewhile(first.__gt__, table) if not low <= index < high]
+        for index in unread:
             self.pools[i].drop(table.pop(index))
 
     def _set_turn(self, holding: Holding) -> None:

@@ -52,6 +52,7 @@ class Load:
     keep_every: int  # between boundaries worth resuming from
     drafts: int = 0  # a row's drafted tokens in one step
     lag: int = 0  # trailing positions that will be computed again
+    prefix: bool = True  # each row also holds, where there is room, the last boundary it could be resumed from
 
 
 def touched(tokens: int, block: int) -> int:
@@ -80,12 +81,13 @@ def least_blocks(group: CacheGroup, load: Load) -> int:
 def live_blocks(group: CacheGroup, load: Load) -> int:
     """Blocks of a windowed group with which `rows` rows never wait for one another."""
     assert group.window is not None, f"group {group.name} is not windowed"
-    row = touched(group.window - 1 + 2 * load.lag + STEPS_AHEAD * (1 + load.drafts), group.block)
+    reach = group.window - 1 + 2 * load.lag + STEPS_AHEAD * (1 + load.drafts)
+    row = touched(reach + (GRAIN if load.prefix and group.reads_own_step else 0), group.block)
     boundary = boundary_blocks(group, load.lag)
     if group.reads_own_step:
         step = -(-load.step_tokens // group.block)
     else:
-        row += boundary  # a prompt's end
+        row += boundary * (2 if load.prefix else 1)  # a prompt's end, and the last boundary behind the row
         step = load.step_tokens // load.keep_every * boundary
     return max(load.rows * row + STEPS_AHEAD * step, least_blocks(group, load))
 
@@ -168,6 +170,7 @@ def plan_memory(
     """
     full = [g for g in groups if g.window is None]
     windowed = [g for g in groups if g.window is not None]
+    load = replace(load, prefix=prefix)
     live = {g.name: live_blocks(g, load) for g in windowed}
     live_bytes = sum(g.block_bytes * (live[g.name] + 1) for g in windowed)
     need = live_bytes + sum(g.block_bytes * (load.rows + 1) for g in full)

@@ -19,9 +19,9 @@ from inkcap.engine.requests import child_seed, expand
 from inkcap.models.inkling2.demo import DemoShape, write
 
 FAMILIES = {  # bytes of cache in which four rows do not have the room they want; tolerance of log-probabilities
-    "inkling": (600_000, 1e-5),
+    "inkling": (760_000, 1e-5),
     # has every kind of layer of inkling2, and the loop, which passes rounding on from pass to pass
-    "inkling2-mini": (850_000, 1e-4),
+    "inkling2-mini": (1_030_000, 1e-4),
 }
 ANSWER = 24  # tokens
 ids = random.Random(7)

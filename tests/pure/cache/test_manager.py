@@ -136,6 +136,41 @@ def test_generated_tokens_can_be_found_too() -> None:
     assert cache.match([*range(300), 1], cache.chain(""), 301).start == 256
 
 
+def answer(cache: CacheManager, prompt: int, length: int) -> Holding:
+    """A prompt in one step, then token after token."""
+    tokens = list(range(prompt))
+    holding = run(cache, tokens)
+    for position in range(prompt, length):
+        assert cache.reserve(holding, position, position + 1, position + 1)
+        tokens.append(position)
+        cache.advance(holding, position + 1)
+    return holding
+
+
+@pytest.mark.parametrize("length", [128, 129, 131, 132, 190, 191, 192, 255])
+def test_an_answer_is_resumed_from_its_last_whole_grain(length: int) -> None:
+    cache = manager()
+    holding = answer(cache, 70, length)
+    assert max(map(len, held(holding).values())) <= 5, "one boundary behind the row, no more"
+    cache.release(holding, ended=True)
+    again = cache.match([*range(length), 7], cache.chain(""), length + 1)
+    assert again.start == length // 64 * 64
+    cache.release(again)
+    assert cache.usage == {"full": 0.0, "window": 0.0, "sconv": 0.0}
+
+
+def test_a_row_that_only_makes_room_leaves_no_boundary() -> None:
+    cache = manager()
+    cache.release(answer(cache, 70, 190))
+    assert cache.match([*range(190), 7], cache.chain(""), 191).start == 64
+
+
+def test_where_blocks_are_short_the_boundary_behind_a_row_gives_way() -> None:
+    cache = manager(sconv=3)  # two, which a row needs where it crosses from one to the next
+    cache.release(answer(cache, 4, 190), ended=True)
+    assert cache.match([*range(190), 7], cache.chain(""), 191).start == 0
+
+
 def test_with_a_lag_the_last_positions_are_not_published_yet() -> None:
     cache = manager(lag=3, lookahead=4)
     tokens = list(range(257))

@@ -92,7 +92,10 @@ def test_a_model_without_full_attention_holds_any_length() -> None:
 def test_any_plan_fits_or_says_why(
     budget: int, rows: int, step_tokens: int, drafts: int, max_length: int, prefix: bool
 ) -> None:
-    load = Load(rows=rows, step_tokens=step_tokens, chunk=1024, keep_every=1024, drafts=drafts, lag=max(0, drafts - 1))
+    lag = max(0, drafts - 1)
+    load = Load(
+        rows=rows, step_tokens=step_tokens, chunk=1024, keep_every=1024, drafts=drafts, lag=lag, prefix=prefix
+    )
     try:
         plan = plan_memory([FULL, WINDOW, SCONV], budget, load, max_length=max_length, prefix=prefix)
     except NotEnoughMemory:
