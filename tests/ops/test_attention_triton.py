@@ -22,11 +22,12 @@ GEOMETRIES = {  # heads, kv heads, size, states, window, extent, scaling, block
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tiles of 16 keys and rows, so that short sequences have several."""
+    """Tiles of 16 keys and rows, so that short sequences have several; few programs, which are slow here."""
     torch.set_num_threads(1)
     monkeypatch.setattr(splits, "KEYS", 16)
     monkeypatch.setattr(splits, "ROWS", 16)
     monkeypatch.setattr(splits, "FEW", 3)
+    monkeypatch.setattr(splits, "PROGRAMS", 24)
 
 
 def compare(geometry, steps, dtype=torch.float32, seam=False, tolerance=2e-5):
@@ -72,7 +73,7 @@ def test_chunks_beside_single_tokens(geometry, deepest, monkeypatch):
 @pytest.mark.parametrize("geometry", ["full", "window"])
 def test_splits_with_several_tiles(geometry, monkeypatch):
     """Few programs, so that each has several tiles."""
-    monkeypatch.setattr(splits, "PROGRAMS", 12)
+    monkeypatch.setattr(splits, "PROGRAMS", 8)
     compare(geometry, [(49, 20, 0), (30, 1, 1), (1, 1, 0)])
 
 
@@ -112,8 +113,9 @@ def test_bounds_instead_of_lengths(geometry):
     assert got.isfinite().all()
 
 
-def test_splits_cover_their_tiles():
-    """For any plan, the tiles of the two kinds are shared without rest, and a plan for more programs has no fewer."""
+def test_splits_cover_their_tiles(monkeypatch):
+    """No plan has programs that could never have work."""
+    monkeypatch.setattr(splits, "PROGRAMS", 264)
     for reach in (1, 2, 64, 65, 512, 1024, 1025, 4096, 131072, 1 << 20):
         for sequences in (1, 2, 8, 64, 512):
             for widest in (1, 4):

@@ -28,33 +28,33 @@ from inkcap.ops.attention.tile import (
 @triton.jit
 def shares(
     first, offset, count, fars, nears,
-    ONE: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, EXTENT: tl.constexpr, WINDOW: tl.constexpr,
-    FAR: tl.constexpr,
+    ONE: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr, EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """How the tiles of the queries from `offset` on are split, from numbers both kernels have.
 
-    Returns low (oldest position the first query sees), tiles begin .. bend of pages without bias and bend .. end with
-    it, own tiles own_begin .. own_end, and tiles a program: far, near.
+    Returns low (oldest position the first query sees), tiles of BN keys 0 .. far_end of pages without bias, tiles of NN
+    keys begin .. end with it, own tiles of NN keys own_begin .. own_end, and tiles a program: far, near.
     """
     position = first + offset
     low = 0
     own_begin = 0
     if WINDOW > 0:
         low = tl.maximum(position - WINDOW + 1, 0)
-        own_begin = tl.maximum(offset - WINDOW + 1, 0) // BN
-    begin = tl.minimum(low, first) // BN
-    end = tl.cdiv(first, BN)
-    bend = begin
-    if FAR:
-        bend = tl.minimum(tl.maximum(position - EXTENT + 1, 0), first) // BN  # whole pages
-    own_end = own_begin
-    if not ONE:
-        own_end = tl.cdiv(tl.minimum(offset + BQ, count), BN)
+        own_begin = tl.maximum(offset - WINDOW + 1, 0) // NN
+    begin = tl.minimum(low, first) // NN
+    end = tl.cdiv(first, NN)
+    far_end = 0
     far = 1
     if FAR:
-        far = tl.maximum(tl.cdiv(bend - begin, fars), 1)
-    near = tl.maximum(tl.cdiv(end - bend + own_end - own_begin, nears), 1)
-    return low, begin, bend, end, own_begin, own_end, far, near
+        far_end = tl.minimum(tl.maximum(position - EXTENT + 1, 0), first) // BN  # whole pages
+        far = tl.maximum(tl.cdiv(far_end, fars), 1)
+        begin = far_end * (BN // NN)
+    own_end = own_begin
+    if not ONE:
+        own_end = tl.cdiv(tl.minimum(offset + BQ, count), NN)
+    near = tl.maximum(tl.cdiv(end - begin + own_end - own_begin, nears), 1)
+    return low, far_end, begin, end, own_begin, own_end, far, near
 
 
 @triton.jit(do_not_specialize=["sequences", "most", "fars", "nears"])
@@ -63,7 +63,8 @@ def split_kernel(
     sequences, most, fars, nears, scale, floor, alpha, s_k, s_r, s_block, s_token, s_head, s_table,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATES: tl.constexpr, SP: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    ONE: tl.constexpr, RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
+    ONE: tl.constexpr, RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr,
+    WIDTH: tl.constexpr,
     FAR: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one kv head of one tile: sums [tile, KV, split, row, D] and tops (maximum, total) of its keys.
@@ -79,6 +80,7 @@ def split_kernel(
     tile = tl.program_id(1) // KV
     rm = tl.arange(0, BM)
     rn = tl.arange(0, BN)
+    rj = tl.arange(0, NN)
     rd = tl.arange(0, DP)
     state = tl.arange(0, SP)
     query = rm // G
@@ -99,8 +101,8 @@ def split_kernel(
             return
         live = (query < BQ) & (offset + query < count)
     first = tl.load(first_of + i)
-    low, begin, bend, end, own_begin, own_end, far, near = shares(
-        first, offset, count, fars, nears, ONE, BQ, BN, EXTENT, WINDOW, FAR
+    low, far_end, begin, end, own_begin, own_end, far, near = shares(
+        first, offset, count, fars, nears, ONE, BQ, BN, NN, EXTENT, WINDOW, FAR
     )  # fmt: skip
     position = first + offset
     pages = table + tl.load(rows + i).to(tl.int64) * s_table
@@ -120,8 +122,8 @@ def split_kernel(
     if SCALED:
         grown = grown * growth(position + query, floor, alpha)
     if EARLY:
-        t = tl.minimum(bend + split, tl.maximum(end - 1, 0))
-        high = tl.where(bend + split < end, first, 0)  # a program without a tile reads nothing
+        t = tl.minimum(begin + split, tl.maximum(end - 1, 0))
+        high = tl.where(begin + split < end, first, 0)  # a program without a tile reads nothing
         old_k, old_v = paged(
             k_plane, v_plane, pages, t, low, high, rn, rd, s_block, s_token, D, DP, BLOCK, BN, True
         )  # fmt: skip
@@ -134,27 +136,27 @@ def split_kernel(
         z += tl.dot(rows_r, columns, input_precision="ieee").to(r.dtype.element_ty).to(tl.float32) * grown[:, None]
         seen = (at >= low) & (at < high)
         acc, top, total = fold(tl.where(seen[None, :], z, HIDDEN), old_v, acc, top, total)
-        if bend + split >= end:
+        if begin + split >= end:
             total = tl.zeros([BM], tl.float32)
             acc = tl.zeros([BM, DP], tl.float32)
     else:
         pdl.wait(PDL)
         rows_q = tl.load(q + q_at, mask=inside, other=0.0)
-        rows_r = tl.load(r + r_at, mask=stated, other=0.0)
         if FAR:  # noqa: SIM102  a constant
             if split < fars:
                 acc, top, total = far_pages(
                     rows_q, acc, top, total, k_plane, v_plane, pages,
-                    begin + split * far, tl.minimum(begin + split * far + far, bend),
+                    split * far, tl.minimum(split * far + far, far_end),
                     rn, rd, s_block, s_token, scale * LOG2E, D, DP, BLOCK, BN, STAGES,
                 )  # fmt: skip
         if split >= fars:
-            here = bend + (split - fars) * near  # counted on through the tiles of this step
+            rows_r = tl.load(r + r_at, mask=stated, other=0.0)  # here, so as to take no shared memory above
+            here = begin + (split - fars) * near  # counted on through the tiles of this step
             acc, top, total = near_pages(
                 rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias,
-                here, tl.minimum(here + near, end), low, first, position, query, rn, rd, state,
+                here, tl.minimum(here + near, end), low, first, position, query, rj, rd, state,
                 s_block, s_token, scale * LOG2E,
-                D, DP, BLOCK, BN, STATES, EXTENT, WINDOW, ONE, WIDTH, SP, 0, 0, 1,
+                D, DP, BLOCK, NN, STATES, EXTENT, WINDOW, ONE, WIDTH, SP, 0, 0, 1,
             )  # fmt: skip
             if not ONE:
                 mine = tl.maximum(here - end, 0) + own_begin
@@ -162,7 +164,7 @@ def split_kernel(
                     rows_q, rows_r, grown, acc, top, total,
                     k + start.to(tl.int64) * s_k + head * D, v + start.to(tl.int64) * s_k + head * D, bias,
                     mine, tl.minimum(here + near - end + own_begin, own_end), count, offset, query,
-                    rn, rd, state, s_k, scale * LOG2E, D, DP, BN, STATES, EXTENT, WINDOW, WIDTH, SP, 0, 0, 1,
+                    rj, rd, state, s_k, scale * LOG2E, D, DP, NN, STATES, EXTENT, WINDOW, WIDTH, SP, 0, 0, 1,
                 )  # fmt: skip
         pdl.trigger(PDL)
     if ONE:  # noqa: SIM102  a constant
@@ -170,8 +172,9 @@ def split_kernel(
             own_at = start.to(tl.int64) * s_k + head * D + rd
             own_k = tl.load(k + own_at, mask=rd < D, other=0.0).to(tl.float32)
             own_v = tl.load(v + own_at, mask=rd < D, other=0.0).to(tl.float32)
+            own_r = tl.load(r + r_at, mask=stated, other=0.0).to(tl.float32)
             nearest = tl.load(bias + state * EXTENT, mask=state < STATES, other=0.0).to(tl.float32)
-            b = tl.sum(rows_r.to(tl.float32) * nearest[None, :], 1).to(r.dtype.element_ty).to(tl.float32)
+            b = tl.sum(own_r * nearest[None, :], 1).to(r.dtype.element_ty).to(tl.float32)
             logit = tl.sum(rows_q.to(tl.float32) * own_k[None, :], 1) * (scale * LOG2E) + b * grown
             higher = tl.maximum(top, logit)
             p = tl.exp2(logit - higher)
@@ -189,7 +192,7 @@ def split_kernel(
 def combine_kernel(
     sums, tops, out, sinks, gate, starts, first_of, sequences, most, fars, nears, s_gate,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, EXTENT: tl.constexpr, WINDOW: tl.constexpr,
-    ONE: tl.constexpr, RP: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
+    ONE: tl.constexpr, RP: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr,
     FAR: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr,
     SINKS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -212,15 +215,15 @@ def combine_kernel(
         if (offset + query >= count) | (count > most):
             pdl.wait(PDL)
             return
-    _, begin, bend, end, own_begin, own_end, far, near = shares(
-        tl.load(first_of + i), offset, count, fars, nears, ONE, BQ, BN, EXTENT, WINDOW, FAR
+    _, far_end, begin, end, own_begin, own_end, far, near = shares(
+        tl.load(first_of + i), offset, count, fars, nears, ONE, BQ, BN, NN, EXTENT, WINDOW, FAR
     )  # fmt: skip
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     split = tl.arange(0, SPLITS)
-    near_splits = tl.maximum(tl.cdiv(end - bend + own_end - own_begin, near), 1)
+    near_splits = tl.maximum(tl.cdiv(end - begin + own_end - own_begin, near), 1)
     used = (split >= fars) & (split < fars + near_splits)
     if FAR:
-        used = used | (split < tl.cdiv(bend - begin, far))
+        used = used | (split < tl.cdiv(far_end, far))
     part = ((tile * KV + head // G) * (fars + nears) + split).to(tl.int64) * (BQ * G) + query * G + head % G
     pdl.wait(PDL)
     top = tl.load(tops + part * 2, mask=used, other=HIDDEN)

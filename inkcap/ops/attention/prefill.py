@@ -44,7 +44,7 @@ def tile_kernel(
     sequences, least, scale, floor, alpha, s_k, s_r, s_gate, s_block, s_token, s_head, s_table,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATES: tl.constexpr, SP: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
+    RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr,
     SINKS: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, PAGE_STAGES: tl.constexpr, OWN_STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -73,6 +73,7 @@ def tile_kernel(
 
     rm = tl.arange(0, BM)
     rn = tl.arange(0, BN)
+    rj = tl.arange(0, NN)
     rd = tl.arange(0, DP)
     state = tl.arange(0, SP)
     query = rm // G
@@ -82,14 +83,6 @@ def tile_kernel(
     inside = live[:, None] & (rd < D)[None, :]
     at = (token * HEADS + of_head)[:, None] * D + rd[None, :]
     rows_q = tl.load(q + at, mask=inside, other=0.0)
-    place = state
-    stated = live[:, None] & (state < STATES)[None, :]
-    if PITCH:
-        place = tl.arange(0, DEPTH) % SP
-        stated = (live[:, None] & (place < STATES)[None, :]) & (query[:, None] == (tl.arange(0, DEPTH) // SP)[None, :])
-    rows_r = tl.load(
-        r + token[:, None] * s_r + (of_head * STATES)[:, None] + place[None, :], mask=stated, other=0.0
-    )  # fmt: skip
     grown = tl.full([BM], LOG2E, tl.float32)
     if SCALED:
         grown = grown * growth(position + query, floor, alpha)
@@ -98,32 +91,38 @@ def tile_kernel(
     total = tl.zeros([BM], tl.float32)
 
     low = 0
-    own_begin = 0
     bend = tl.minimum(tl.maximum(position - EXTENT + 1, 0), first) // BN  # tiles before it are whole and have no bias
     own_bend = tl.maximum(offset - EXTENT + 1, 0) // BN
     if WINDOW > 0:  # every tile may have an edge
         low = tl.maximum(position - WINDOW + 1, 0)
-        own_begin = tl.maximum(offset - WINDOW + 1, 0) // BN
         bend = tl.minimum(low, first) // BN
-        own_bend = own_begin
+        own_bend = tl.maximum(offset - WINDOW + 1, 0) // BN
     else:
         acc, top, total = far_pages(
             rows_q, acc, top, total, k_plane, v_plane, pages, 0, bend, rn, rd, s_block, s_token, scale * LOG2E,
             D, DP, BLOCK, BN, STAGES,
         )  # fmt: skip
-    acc, top, total = near_pages(
-        rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias, bend, tl.cdiv(first, BN), low, first,
-        position, query, rn, rd, state, s_block, s_token, scale * LOG2E,
-        D, DP, BLOCK, BN, STATES, EXTENT, WINDOW, False, WIDTH, SP, ZERO, PITCH, PAGE_STAGES,
-    )  # fmt: skip
-    if WINDOW == 0:
         acc, top, total = far_own(
-            rows_q, acc, top, total, k, v, own_begin, own_bend, count, rn, rd, s_k, scale * LOG2E, D, DP, BN, STAGES
+            rows_q, acc, top, total, k, v, 0, own_bend, count, rn, rd, s_k, scale * LOG2E, D, DP, BN, STAGES
         )  # fmt: skip
+    # loaded here so that they take no shared memory from the loops above
+    place = state
+    stated = live[:, None] & (state < STATES)[None, :]
+    if PITCH:
+        place = tl.arange(0, DEPTH) % SP
+        stated = (live[:, None] & (place < STATES)[None, :]) & (query[:, None] == (tl.arange(0, DEPTH) // SP)[None, :])
+    rows_r = tl.load(
+        r + token[:, None] * s_r + (of_head * STATES)[:, None] + place[None, :], mask=stated, other=0.0
+    )  # fmt: skip
+    acc, top, total = near_pages(
+        rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias, bend * (BN // NN), tl.cdiv(first, NN),
+        low, first, position, query, rj, rd, state, s_block, s_token, scale * LOG2E,
+        D, DP, BLOCK, NN, STATES, EXTENT, WINDOW, False, WIDTH, SP, ZERO, PITCH, PAGE_STAGES,
+    )  # fmt: skip
     acc, top, total = near_own(
-        rows_q, rows_r, grown, acc, top, total, k, v, bias, own_bend, tl.cdiv(tl.minimum(offset + BQ, count), BN),
-        count, offset, query, rn, rd, state, s_k, scale * LOG2E, D, DP, BN, STATES, EXTENT, WINDOW, WIDTH,
-        SP, ZERO, PITCH, OWN_STAGES,
+        rows_q, rows_r, grown, acc, top, total, k, v, bias, own_bend * (BN // NN),
+        tl.cdiv(tl.minimum(offset + BQ, count), NN), count, offset, query, rj, rd, state, s_k, scale * LOG2E,
+        D, DP, NN, STATES, EXTENT, WINDOW, WIDTH, SP, ZERO, PITCH, OWN_STAGES,
     )  # fmt: skip
     pdl.trigger(PDL)
     y = finish(

@@ -66,6 +66,7 @@ class Tiling:
 
     rows: int
     warps: int
+    near: int  # keys of a tile with bias
     far: int  # without bias
     pages: int  # pages with bias
     own: int  # this step's keys with bias
@@ -73,7 +74,7 @@ class Tiling:
 
 def tiling(window: int | None) -> Tiling:
     """For full attention, or within a window."""
-    return Tiling(ROWS, 4, 3, 1, 1)
+    return Tiling(ROWS, 4, KEYS // 2, 3, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,13 +59,14 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
     tops = torch.empty(parts, 2, dtype=torch.float32, device=q.device)
     plane = view.planes[0]
     searched = 1 if one else triton.next_power_of_2(sequences)
-    width = triton.next_power_of_2(plan.queries + splits.KEYS)
+    keys = splits.KEYS if one else splits.KEYS // 2  # of a tile with bias
+    width = triton.next_power_of_2(plan.queries + keys)
     split_kernel[(plan.total, plan.tiles * kv)](
         q, k, v, r, scores.bias, *view.planes[:2], view.table, packing.starts, packing.rows, packing.first, sums, tops,
         sequences, most, plan.far, plan.near, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
         *plane.stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
-        scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, width,
+        scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, keys, width,
         plan.far > 0, early, splits.stages(plan), on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
@@ -73,7 +74,7 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
     combine_kernel[(plan.tiles * plan.queries, heads, triton.cdiv(size, channels))](
         sums, tops, out, q if sinks is None else sinks, q if gate is None else gate, packing.starts, packing.first,
         sequences, most, plan.far, plan.near, 0 if gate is None else gate.stride(0),
-        heads, kv, size, extent, scores.window or 0, one, searched, plan.queries, splits.KEYS,
+        heads, kv, size, extent, scores.window or 0, one, searched, plan.queries, splits.KEYS, keys,
         plan.far > 0, triton.next_power_of_2(plan.total), channels, sinks is not None, gate is not None, on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
@@ -101,8 +102,8 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> Non
         sequences, least, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
         0 if gate is None else gate.stride(0), *view.planes[0].stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
-        scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS,
-        triton.next_power_of_2(queries + splits.KEYS), shift.depth, shift.zero, shift.pitch,
+        scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS, tiling.near,
+        triton.next_power_of_2(queries + tiling.near), shift.depth, shift.zero, shift.pitch,
         sinks is not None, gate is not None, tiling.far, tiling.pages, tiling.own, on,
         num_warps=tiling.warps, **pdl.launch(on),
     )  # fmt: skip
