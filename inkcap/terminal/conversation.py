@@ -89,11 +89,11 @@ class Reply:
         self.show(CONTROL.sub("�", text))
 
     def message(self) -> Message:
-        message: Message = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = self.calls
+        if calls := [call for call in self.calls if complete(call["function"]["arguments"])]:
+            message["tool_calls"] = calls
         return message
 
     def figures(self) -> str:
@@ -205,6 +205,15 @@ class Conversation:
                         raise Refused(chunk["error"]["message"])
                     yield chunk
         raise Refused("the connection ended before the answer was complete")
+
+
+def complete(json: str) -> bool:
+    """Whether a call's arguments came to their end; a call that was cut off can have no result."""
+    try:
+        msgspec.json.decode(json)
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 def explain(status: int, body: bytes) -> str:

@@ -11,8 +11,9 @@ from inkcap.base.request import EngineStats, TokenDelta
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_TURN, MODEL, TEXT
 from inkcap.server.page import FILES
 from tests.conftest import CHROMIUM
-from tests.server.conftest import until
+from tests.server.conftest import DEADLINE_S, until
 
+expect.set_options(timeout=DEADLINE_S * 1000)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 WATCH = """
@@ -65,7 +66,7 @@ def opened(chromium, site):
         context = chromium.new_context(viewport={"width": 1200, "height": 780}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(DEADLINE_S * 1000)
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda line: troubles.append(line.text) if "Content Security" in line.text else None)
         page.on("request", lambda sent: troubles.append(sent.url) if not ours(sent.url) else None)
@@ -140,10 +141,8 @@ def test_facts_for_the_page(site, engine, settings):
 
 @pytest.mark.browser
 def test_an_answer_streams_with_its_thinking_folded_away(opened, engine, chat_answer, tokenizer):
-    thinking, text = (
-        "let me see " * 20,
-        "one\n\n```python\nx = `1` < 2\n```\n\n<b>two</b> & three " + "on and on " * 200,
-    )
+    thinking = "let me see " * 20
+    text = "one\nline\n\nnext\n```python\nx = `1` < 2\n```\n\n<b>two</b> & three " + "on and on " * 200
     chat_answer(thinking, text)
     engine.pace_s = 0.002
     page = opened()
@@ -162,7 +161,7 @@ def test_an_answer_streams_with_its_thinking_folded_away(opened, engine, chat_an
     assert answer.locator("summary").inner_text().startswith("Thought for")
     assert answer.locator(".thinking div").text_content() == thinking
     assert answer.locator(".prose pre code").text_content() == "x = `1` < 2\n"
-    assert answer.locator(".prose > *").evaluate_all("all => all.map((e) => e.tagName)") == ["P", "PRE", "P"]
+    assert answer.locator(".prose > *").evaluate_all("all => all.map((e) => e.tagName)") == ["P", "P", "PRE", "P"]
     assert "```" not in answer.inner_text()
     assert page.locator("article.question p").text_content() == "Hello <i>there</i>\nand more"
     assert "tokens" in answer.locator(".figures").inner_text()
@@ -181,7 +180,7 @@ def test_an_answer_streams_with_its_thinking_folded_away(opened, engine, chat_an
 
 @pytest.mark.browser
 def test_the_log_stays_where_the_reader_scrolled(opened, engine, chat_answer):
-    chat_answer("", "word " * 1500)
+    chat_answer("", "word " * 800)
     engine.pace_s = 0.001
     page = opened()
     log = page.locator("#log")
@@ -287,6 +286,28 @@ def test_tool_calls_are_shown_and_answered(opened, engine, chat_answer, tokenize
     expect(finished(page, 2)).to_contain_text("sunny")
     expect(page.get_by_role("button", name="Send results")).to_have_count(0)
     assert all(part in said(engine, tokenizer) for part in ("18 degrees", "19 degrees", '"city":"<b>SF</b>"'))
+
+
+@pytest.mark.browser
+def test_a_call_that_was_cut_off_is_shown_but_not_sent_back(opened, engine):
+    parts = [{"index": 0, "id": "a", "function": {"name": "f", "arguments": '{"x'}}]
+    parts += [{"index": 0, "function": {"arguments": '": 1'}}]
+    events = [json.dumps({"choices": [{"index": 0, "delta": {"tool_calls": [part]}}]}) for part in parts]
+    sent = []
+
+    def reply(route):
+        sent.append(route.request.post_data_json["messages"])
+        route.fulfill(body="".join(f"data: {event}\n\n" for event in events))
+
+    page = opened(lambda page: page.route("**/v1/chat/completions", reply))
+    ask(page, "one")
+    answer = finished(page)
+    assert answer.locator(".call pre").text_content() == '{"x": 1'
+    expect(page.get_by_role("button", name="Send results")).to_have_count(0)
+    ask(page, "two")
+    finished(page, 2)
+    assert [message["role"] for message in sent[1]] == ["user", "assistant", "user"]
+    assert sent[1][1] == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.browser

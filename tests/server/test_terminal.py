@@ -16,7 +16,7 @@ import pytest
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_TURN, MODEL, TEXT
 from inkcap.terminal.chat import converse, local_server, main
 from inkcap.terminal.commands import COMMANDS, carry_out, completions, parse_effort
-from inkcap.terminal.conversation import Conversation, Refused, explain
+from inkcap.terminal.conversation import Conversation, Refused, Reply, explain
 from tests.server.conftest import until
 
 
@@ -290,6 +290,15 @@ def test_command_line(site, chat_answer, monkeypatch, capsys):
     assert "from afar" in capsys.readouterr().out
     assert main([site.url, "--max-num-seqs", "3"]) == 1
     assert "--max-num-seqs" in capsys.readouterr().err
+
+
+def test_a_call_that_was_cut_off_is_not_sent_back():
+    reply = Reply(lambda _: None, colour=False, thinking=True)
+    for more in ({"id": "a", "function": {"name": "f", "arguments": '{"x'}}, {"function": {"arguments": '":1'}}):
+        reply.feed({"choices": [{"delta": {"tool_calls": [{"index": 0, **more}]}}]})
+    assert reply.message() == {"role": "assistant", "content": ""}
+    reply.feed({"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}}]})
+    assert reply.message()["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x":1}'}
 
 
 def test_small_parts():

@@ -6,7 +6,8 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
-// Text with fenced code blocks, appended piece by piece. The start of a line waits while it may become a fence.
+// Paragraphs and fenced code blocks, appended piece by piece, so that only the last one is laid out again. The start of a
+// line waits while it may become a fence.
 class Prose {
   constructor(root) {
     this.root = root;
@@ -34,18 +35,20 @@ class Prose {
   }
 
   line(line) {
-    const mark = this.lineStart ? line.match(/^ {0,3}(```+)\s*([\w+#.-]*)\s*$/) : null;
+    const fresh = this.lineStart;
+    const mark = fresh ? line.match(/^ {0,3}(```+)\s*([\w+#.-]*)\s*$/) : null;
     this.lineStart = line.endsWith("\n");
     if (mark && this.fence === null) {
       this.fence = mark[1];
-      if (this.text) this.text.data = this.text.data.trimEnd(); // the block has its own distance
       const code = element("code");
       this.root.append(element("pre", { tabIndex: 0, ariaLabel: mark[2] ? `Code, ${mark[2]}` : "Code" }, code));
       this.text = code.appendChild(new Text());
     } else if (mark && mark[1].startsWith(this.fence) && !mark[2]) {
       this.fence = null;
       this.text = null;
-    } else if (this.text || line.trim()) {
+    } else if (this.fence === null && this.lineStart && !line.trim() && fresh) {
+      this.text = null; // a blank line ends a paragraph
+    } else {
       this.text ??= this.root.appendChild(element("p")).appendChild(new Text());
       this.text.appendData(line);
     }
@@ -118,7 +121,7 @@ export class Answer {
     }
     if (delta.function.arguments) {
       call.arguments += delta.function.arguments;
-      call.view.data = indented(call.arguments);
+      call.view.data = indented(call.arguments) ?? call.arguments; // as it comes, until it is complete
     }
   }
 
@@ -151,12 +154,17 @@ export class Answer {
     return !this.content && !this.reasoning && !this.calls.length;
   }
 
+  // Calls that came to their end; one that was cut off can have no result.
+  get whole() {
+    return this.calls.filter((call) => indented(call.arguments) !== null);
+  }
+
   // As the API takes it back; thinking goes along, so that the next question finds this one's prefix in the cache.
   message() {
     const message = { role: "assistant", content: this.content || null };
     if (this.reasoning) message.reasoning = this.reasoning;
-    if (this.calls.length) {
-      message.tool_calls = this.calls.map(({ id, name, arguments: text }) => (
+    if (this.whole.length) {
+      message.tool_calls = this.whole.map(({ id, name, arguments: text }) => (
         { id, type: "function", function: { name, arguments: text } }));
     } else {
       message.content ??= "";
@@ -180,6 +188,6 @@ function indented(json) {
   try {
     return JSON.stringify(JSON.parse(json), null, 2);
   } catch {
-    return json; // still streaming, or malformed: as it came
+    return null;
   }
 }

@@ -87,7 +87,7 @@ async function ask() {
 // The answer is over: keep it, and offer what can be done with it.
 function close(answer) {
   if (!answer.empty) add(answer.message(), answer.root);
-  if (answer.calls.length && !answer.failed) offerResults(answer);
+  if (answer.whole.length) offerResults(answer);
   if (answer.content) {
     answer.actions.append(button("Copy", "", () => navigator.clipboard.writeText(answer.content)));
   }
@@ -116,7 +116,7 @@ function retry(answer) {
 
 // A field for the result of each call; they go back together.
 function offerResults(answer) {
-  const fields = answer.calls.map((call) => {
+  const fields = answer.whole.map((call) => {
     const field = element("textarea", { rows: 2, ariaLabel: `Result of ${call.name}`,
       placeholder: `Result of ${call.name}` });
     call.card.append(field);
@@ -124,7 +124,7 @@ function offerResults(answer) {
   });
   const send = button("Send results", "primary", () => {
     if (running || last !== answer) return;
-    answer.calls.forEach((call, i) => {
+    answer.whole.forEach((call, i) => {
       add({ role: "tool", tool_call_id: call.id, name: call.name, content: fields[i].value }, answer.root);
       fields[i].readOnly = true;
     });
