@@ -18,6 +18,7 @@ from inkcap.ops.experts.ref import (
     routed_settle,
     routed_up,
 )
+from inkcap.ops.quantize.coded import Weights
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Activated, Caps, Normed, Routed
 from inkcap.parallel.comm import Comm
@@ -50,15 +51,15 @@ class RoutedMatrices:
         self.up.unpack()
         self.down.unpack()
 
-    def w13(self) -> Tensor:
+    def w13(self) -> Weights:
         """[E, 2 I, C]."""
-        assert self.up.tensor is not None, "w13 is not unpacked yet"
-        return self.up.tensor
+        assert self.up.weights is not None, "w13 is not unpacked yet"
+        return self.up.weights
 
-    def w2(self) -> Tensor:
+    def w2(self) -> Weights:
         """[E, C, I]."""
-        assert self.down.tensor is not None, "w2 is not unpacked yet"
-        return self.down.tensor
+        assert self.down.weights is not None, "w2 is not unpacked yet"
+        return self.down.weights
 
 
 class Experts:

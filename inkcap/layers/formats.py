@@ -8,6 +8,7 @@ from torch import Tensor
 
 from inkcap.base.errors import ConfigInvalid
 from inkcap.base.formats import Numerics, WeightFormat
+from inkcap.ops.quantize.coded import Coded, Weights
 from inkcap.ops.quantize.ref import (
     E2M1_MAX,
     E4M3_MAX,
@@ -55,17 +56,22 @@ class Stored:
     numerics: Numerics = Numerics.W4A16
 
 
+def keeps_codes(codes: Tensor) -> bool:
+    """Whether ops multiply with codes where these are: on a GPU."""
+    return codes.device.type == "cuda"
+
+
 class Matrices(Protocol):
     """The matrices of all experts of a layer, [experts, rows, columns]."""
 
-    tensor: Tensor | None  # what ops multiply; None until `unpack`
+    weights: Weights | None  # what ops multiply; None until `unpack`
 
     def slots(self, name: str) -> dict[str, Slot]:
         """`name`, or names that begin with it."""
         ...
 
     def unpack(self) -> None:
-        """Called once all slots are filled: make `tensor` and let go of the codes."""
+        """Called once all slots are filled: make `weights`."""
         ...
 
     def round_inputs(self, x: Tensor) -> Tensor:
@@ -79,12 +85,12 @@ class DenseMatrices:
     def __init__(self, grid: Grid, dtype: torch.dtype, device: torch.device) -> None:
         self.grid = grid
         shape = (grid.experts, grid.rows.count, grid.columns.count)
-        self.tensor: Tensor | None = torch.empty(shape, dtype=dtype, device=device)
+        self.held = torch.empty(shape, dtype=dtype, device=device)
+        self.weights: Weights | None = self.held
 
     def slots(self, name: str) -> dict[str, Slot]:
         """`name` [E, rows, columns]."""
-        assert self.tensor is not None, "dense matrices are always there"
-        return {name: self.grid.slot(self.tensor)}
+        return {name: self.grid.slot(self.held)}
 
     def unpack(self) -> None:
         """Nothing is packed."""
@@ -106,7 +112,8 @@ class Nvfp4Matrices:
         self.scales = torch.empty(*rows, columns // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=device)
         self.amax = torch.empty(grid.experts, dtype=torch.float32, device=device)
         self.denominator = torch.empty((), dtype=torch.float32, device=device)
-        self.tensor: Tensor | None = None
+        self.limit = 0.0  # of block scales of activations, from the denominator
+        self.weights: Weights | None = None
 
     def slots(self, name: str) -> dict[str, Slot]:
         """`name` with `.codes` [E, rows, columns / 2], `.scales` [.., columns / 16], `.amax` [E], `.denominator` []."""
@@ -122,14 +129,17 @@ class Nvfp4Matrices:
         return self.amax / self.denominator
 
     def unpack(self) -> None:
-        """Decode to the model's dtype."""
-        self.tensor = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype)
+        """On a GPU the codes stay, and kernels decode them; elsewhere decode to the model's dtype."""
+        self.limit = self.denominator.item() / E2M1_MAX
+        if keeps_codes(self.codes):
+            self.weights = Coded(self.codes, self.scales, self.factor(), self.dtype)
+        else:
+            self.weights = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype)
         del self.codes, self.scales
 
     def round_inputs(self, x: Tensor) -> Tensor:
         """Four-over-Six with a factor per row, its limit that of the weights' denominator."""
-        limit = self.denominator.item() / E2M1_MAX
-        return nvfp4_decode(*nvfp4_encode_four_over_six(x, x.abs().amax(-1), limit), x.dtype)
+        return nvfp4_decode(*nvfp4_encode_four_over_six(x, x.abs().amax(-1), self.limit), x.dtype)
 
 
 class Nvfp4Scale2Matrices(Nvfp4Matrices):
@@ -171,7 +181,7 @@ class Mxfp8Matrices:
         rows, columns = (grid.experts, grid.rows.count), grid.columns.count
         self.codes = torch.empty(*rows, columns, dtype=torch.float8_e4m3fn, device=device)
         self.scales = torch.empty(*rows, columns // MXFP8_BLOCK, dtype=torch.uint8, device=device)
-        self.tensor: Tensor | None = None
+        self.weights: Weights | None = None
 
     def slots(self, name: str) -> dict[str, Slot]:
         """`name` with `.codes` [E, rows, columns] and `.scales` [E, rows, columns / 32]."""
@@ -181,8 +191,11 @@ class Mxfp8Matrices:
         }
 
     def unpack(self) -> None:
-        """Decode to the model's dtype."""
-        self.tensor = mxfp8_decode(self.codes, self.scales, self.dtype)
+        """As NVFP4."""
+        if keeps_codes(self.codes):
+            self.weights = Coded(self.codes, self.scales, None, self.dtype)
+        else:
+            self.weights = mxfp8_decode(self.codes, self.scales, self.dtype)
         del self.codes, self.scales
 
     def round_inputs(self, x: Tensor) -> Tensor:

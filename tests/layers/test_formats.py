@@ -5,8 +5,10 @@ import torch
 
 from inkcap.base.errors import ConfigInvalid
 from inkcap.base.formats import WeightFormat
+from inkcap.layers import formats
 from inkcap.layers.formats import Grid, matrices
 from inkcap.ops.quantize import ref
+from inkcap.ops.quantize.coded import Coded
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Share, split
 
@@ -57,14 +59,27 @@ def test_ranks_hold_the_parts_of_one_whole(stored, dim, ranks):
         for name, slot in slots.items():
             slot.fill(tensors[name])
         held.unpack()
-        made.append(held.tensor)
+        made.append(held.weights)
     assert torch.equal(torch.cat(made, dim), exact)
+
+
+@pytest.mark.parametrize("stored", [kind for kind in WeightFormat if kind is not WeightFormat.DENSE])
+def test_kept_codes_stand_for_the_same_matrices(stored, monkeypatch):
+    monkeypatch.setattr(formats, "keeps_codes", lambda codes: True)
+    tensors, exact = parts(stored)
+    held = matrices(stored, next(iter(grids(1, 1))), torch.float32, CPU)
+    for name, slot in held.slots("w").items():
+        slot.fill(tensors[name])
+    held.unpack()
+    assert isinstance(held.weights, Coded)
+    assert held.weights.shape == exact.shape
+    assert torch.equal(torch.stack([held.weights[expert] for expert in range(len(held.weights))]), exact)
 
 
 def test_blocks_of_columns_stay_whole():
     grid = next(iter(grids(2, 2)))
     odd = Grid(EXPERTS, grid.rows, Share(0, 24, 48))
-    assert matrices(WeightFormat.DENSE, odd, torch.float32, CPU).tensor is not None
+    assert matrices(WeightFormat.DENSE, odd, torch.float32, CPU).weights is not None
     with pytest.raises(ConfigInvalid, match="24 of an expert's 48 columns, which scales of 16"):
         matrices(WeightFormat.NVFP4, odd, torch.float32, CPU)
     with pytest.raises(ConfigInvalid, match="scales of 32 columns"):

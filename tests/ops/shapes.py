@@ -6,6 +6,7 @@ import torch
 from steps import World
 
 from inkcap.cache.state import LayerState, Plane
+from inkcap.ops.quantize.coded import Coded
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,16 @@ def expert_weights(device, experts=EXPERTS, dtype=torch.bfloat16):
         normal(experts, HIDDEN, UNITS, device=device, dtype=dtype, scale=UNITS**-0.5),
         normal(HIDDEN, SHARED, UNITS, device=device, dtype=dtype, scale=UNITS**-0.5),
     )
+
+
+def coded(bits, experts, rows, columns, device="cpu", dtype=torch.float32):
+    """Random matrices in NVFP4 or MXFP8, of a size that keeps activations near one; scales spread, some subnormal."""
+    if bits == 4:
+        codes = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
+        scales = torch.rand(experts, rows, columns // 16, device=device).square() * 2
+        factor = torch.rand(experts, device=device) * columns**-0.5 / 2 + columns**-0.5 / 8
+        return Coded(codes, scales.to(torch.float8_e4m3fn), factor, dtype)
+    codes = torch.randn(experts, rows, columns, device=device).to(torch.float8_e4m3fn)
+    near = 127 - int(torch.tensor(columns).float().log2()) // 2
+    scales = torch.randint(near - 3, near + 1, (experts, rows, columns // 32), dtype=torch.uint8, device=device)
+    return Coded(codes, scales, None, dtype)
