@@ -1,9 +1,12 @@
-"""Decode steps as CUDA graphs: two a step, captured once, replayed with nothing but row numbers that change.
+"""Decode steps as CUDA graphs: at most two a step, captured once, replayed with nothing but row numbers that change.
 
 A step made only of continues runs, for R rows and T tokens, T the next size of `SIZES`:
 
-    forward   newest tokens, positions and slots of `rows` -> model -> logits, both in one graph
-    sampling  banned ids, draw, append to the rows' tokens, in another; masks may be filled in between
+    forward   newest tokens, positions and slots of `rows` -> model -> logits
+    sampling  banned ids, draw, append to the rows' tokens
+
+in one graph, or in two where a row has limits, rules, penalties or wants log-probabilities: rules' masks are filled
+while the forward runs, and what has no graph is queued behind it.
 
 Graphs are keyed by T and, for the forward, by a bound on the rows' lengths: kernels choose their launch by it. Entries
 beyond R name the table's spare row, which has one token and no blocks, so they store nothing and nobody reads them.
@@ -107,8 +110,11 @@ class Graphs:
         self.every = torch.arange(most, device=device)
         # by size, and whether top-k, top-p and min-p are heeded
         self.drawn: dict[tuple[int, bool], Tensor] = {}  # where the graph leaves its tokens
-        self.forwards: dict[tuple[int, int], Replays] = {}
         self.draws: dict[tuple[int, bool], Replays] = {}
+        # by size and bound
+        self.forwards: dict[tuple[int, int], Replays] = {}
+        self.wholes: dict[tuple[int, int], Replays] = {}
+        self.whole_drawn: dict[tuple[int, int], Tensor] = {}
 
     def host_bound(self) -> list[str]:
         """Names of the ops that the model calls by references that read numbers on the host; these prevent capture."""
@@ -122,12 +128,13 @@ class Graphs:
             # the largest first, so that the others find their memory in the pool
             for size in reversed(self.sizes):
                 for bound in reversed(self.bounds):
-                    self.forwards[size, bound] = recorder.capture(partial(self._forward, size, bound))
+                    self.forwards[size, bound] = recorder.capture(partial(self._show, size, bound))
+                    self.wholes[size, bound] = recorder.capture(partial(self._whole, size, bound))
                 for limited in (False, True):
                     self.draws[size, limited] = recorder.capture(partial(self._draw, size, limited))
         logger.info(
             "%d graphs of decode steps, up to %d rows: %.1f s, %.0f MiB",
-            *(len(self.forwards) + len(self.draws), self.sizes[-1], time.perf_counter() - began),
+            *(2 * len(self.forwards) + len(self.draws), self.sizes[-1], time.perf_counter() - began),
             recorder.taken_bytes / 2**20,
         )
 
@@ -145,16 +152,22 @@ class Graphs:
         longest = max(table.host_lengths[row] for row in rows)
         bound = next(bound for bound in self.bounds if bound >= longest)
         self._list(rows)
+        rich = any(row in table.extras or table.setup(row).params.logprobs is not None for row in rows)
+        limited = not table.limited.isdisjoint(rows)
+        if not (rich or limited or self.guides.follow(rows)):
+            self.wholes[size, bound].replay()
+            drawn = self.whole_drawn[size, bound][:count]
+            table.note(rows, drawn)
+            return Sampled(drawn, [], None)
         self.forwards[size, bound].replay()
         masks = self.guides.masks(rows)  # filled while the forward runs
-        if any(row in table.extras or table.setup(row).params.logprobs is not None for row in rows):
+        if rich:
             # these need more than the graph has; nothing waits, so it is queued while the forward runs
             sampled = self.sampler.draw(self.logits[:count], replace(table.draws(rows), masks=masks))
             table.append(rows, sampled.tokens)
             return sampled
         if masks is not None:
             allow(self.logits[:count], masks)
-        limited = not table.limited.isdisjoint(rows)
         self.draws[size, limited].replay()
         drawn = self.drawn[size, limited][:count]
         table.note(rows, drawn)
@@ -171,7 +184,7 @@ class Graphs:
             torch.index_select(self.table.columns[name], 0, index, out=column)
         self.listed = now
 
-    def _forward(self, size: int, bound: int) -> None:
+    def _forward(self, size: int, bound: int) -> Tensor:
         """Logits of the newest tokens of the first `size` rows listed."""
         table, rows = self.table, self.rows[:size]
         groups = [*table.groups]
@@ -188,18 +201,29 @@ class Graphs:
         )
         views = {g: GroupView(table.groups[g], table.tables[g], own) for g, own in zip(groups, slots, strict=True)}
         hidden = self.model.forward(Batch(ids, packing, self.every[:size], views, self.planes))
-        self.logits[:size] = self.model.head(hidden)
+        return self.model.head(hidden)
+
+    def _show(self, size: int, bound: int) -> None:
+        """The forward alone, its logits where whatever draws looks for them."""
+        self.logits[:size] = self._forward(size, bound)
+
+    def _whole(self, size: int, bound: int) -> None:
+        """A step whose rows want nothing but a draw from all words."""
+        self.whole_drawn[size, bound] = self._add(size, self._forward(size, bound), limited=False)
 
     def _draw(self, size: int, limited: bool) -> None:
-        """Tokens of the first `size` rows listed, added to the rows."""
+        self.drawn[size, limited] = self._add(size, self.logits[:size], limited)
+
+    def _add(self, size: int, logits: Tensor, limited: bool) -> Tensor:
+        """Tokens [size] of the first rows listed, which are added to the rows."""
         table, rows = self.table, self.rows[:size]
         columns = {name: column[:size] for name, column in self.columns.items()}
         limits = limits_of(columns) if limited else None
         drawn = self.sampler.plain(
-            self.logits[:size], columns["temperature"], limits, columns["seed"], table.lengths.index_select(0, rows)
+            logits, columns["temperature"], limits, columns["seed"], table.lengths.index_select(0, rows)
         )
         append_tokens(rows, drawn, table.tokens, table.lengths, self.spare)
-        self.drawn[size, limited] = drawn
+        return drawn
 
 
 def bounds_up_to(longest: int) -> list[int]:

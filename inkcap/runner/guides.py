@@ -53,6 +53,10 @@ class Guides:
             places, back = self._drawn
             self._drawn = [(row, place) for row, place in places if row not in rows], back
 
+    def follow(self, rows: Sequence[int]) -> bool:
+        """Whether any of `rows` is under rules."""
+        return not self._guides.keys().isdisjoint(rows)
+
     def masks(self, rows: Sequence[int]) -> Tensor | None:
         """Masks [S, WORDS] int32 of the next token of each of `rows`; None if every token is allowed."""
         if not self._guides:
