@@ -7,8 +7,14 @@ import sys
 import pytest
 
 from inkcap.base import checkpoint
-from inkcap.base.checkpoint import find_checkpoint, read_config, read_eos_ids, read_generation_defaults
-from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid, ModelNotFound
+from inkcap.base.checkpoint import (
+    choose_generation_defaults,
+    find_checkpoint,
+    read_config,
+    read_eos_ids,
+    read_generation_defaults,
+)
+from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid, InkcapError, ModelNotFound
 from inkcap.base.fields import Fields
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -174,3 +180,31 @@ def test_numbers_are_checked_not_guessed():
 def test_no_torch():
     code = "import inkcap.base.checkpoint, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_where_sampling_defaults_come_from(tmp_path):
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder, temperature in ((own, 0.5), (other, 0.7)):
+        folder.mkdir()
+        (folder / "generation_config.json").write_text(json.dumps({"temperature": temperature, "top_k": 7}))
+    assert choose_generation_defaults(own) == {"temperature": 0.5, "top_k": 7}
+    assert choose_generation_defaults(own, "vllm") == {}
+    assert choose_generation_defaults(own, str(other)) == {"temperature": 0.7, "top_k": 7}
+    override = '{"temperature": 0.9, "max_new_tokens": 3}'
+    assert choose_generation_defaults(own, override=override) == {"temperature": 0.9, "top_k": 7, "max_tokens": 3}
+    assert choose_generation_defaults(own, "vllm", '{"do_sample": false}') == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("source", "override", "said"),
+    [
+        ("nowhere", "", "has no generation_config.json"),
+        ("auto", "{", "is not JSON"),
+        ("auto", "[]", "is not a JSON object"),
+        ("auto", '{"temprature": 1}', "temprature"),
+        ("auto", '{"temperature": "hot"}', "a number"),
+    ],
+)
+def test_sampling_defaults_that_cannot_be(tmp_path, source, override, said):
+    with pytest.raises(InkcapError, match=said):
+        choose_generation_defaults(tmp_path, source, override)
