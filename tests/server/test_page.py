@@ -437,8 +437,17 @@ def test_the_engine_at_work(opened, engine):
 @pytest.mark.browser
 def test_media_is_offered_only_where_the_server_takes_it(opened, site, chat_answer):
     chat_answer("", "x")
+    dropped = """() => {
+      const data = new DataTransfer();
+      data.items.add(new File(["pixels"], "a.png", { type: "image/png" }));
+      return data;
+    }"""
     page = opened()
     expect(page.get_by_role("button", name="Attach")).to_have_count(0)
+    page.dispatch_event("main", "drop", {"dataTransfer": page.evaluate_handle(dropped)})
+    ask(page, "hi")
+    assert finished(page).inner_text().startswith("x")
+    expect(page.locator("article.question img")).to_have_count(0)
     files = [
         {"name": "a.png", "mimeType": "image/png", "buffer": b"pixels"},
         {"name": "b.wav", "mimeType": "audio/wav", "buffer": b"sound"},
@@ -460,7 +469,8 @@ def test_media_is_offered_only_where_the_server_takes_it(opened, site, chat_answ
     page.locator("#files").set_input_files(files)
     expect(page.locator("#attached li")).to_have_count(2)
     page.get_by_role("button", name="Remove a.png").click()
-    page.locator("#files").set_input_files(files[:1])
+    expect(page.locator("#attached li")).to_have_count(1)
+    page.dispatch_event("main", "drop", {"dataTransfer": page.evaluate_handle(dropped)})
     expect(page.locator("#attached li")).to_have_count(2)
     ask(page, "What is this?")
     finished(page)
