@@ -31,7 +31,7 @@ def build(plan: StepPlan, table: RowTable, planes: Sequence[Mapping[str, tuple[T
     rows: list[int] = []
     at = 0
     for work in plan.work:
-        first, stop = _range(work, table)
+        first, stop = range_of(work, table)
         spans.append((at, at + stop - first, work.row, first))
         rows.append(work.row)
         at += stop - first
@@ -56,13 +56,13 @@ def build(plan: StepPlan, table: RowTable, planes: Sequence[Mapping[str, tuple[T
         ids=table.tokens[row_of, positions].to(torch.int64),
         packing=packing,
         sampled=last[upload(sampling, torch.int64, device)] if len(sampling) < len(spans) else last,
-        views={group: _view(table.tables[group], block, row_of, positions) for group, block in table.groups.items()},
+        views={group: view_of(table.tables[group], block, row_of, positions) for group, block in table.groups.items()},
         planes=planes,
     )
     return Step(batch, sampling)
 
 
-def _range(work: Chunk | Continue, table: RowTable) -> tuple[int, int]:
+def range_of(work: Chunk | Continue, table: RowTable) -> tuple[int, int]:
     """Positions [first, stop) that an entry runs."""
     table.setup(work.row)  # the row is open
     known = table.host_lengths[work.row]
@@ -74,7 +74,8 @@ def _range(work: Chunk | Continue, table: RowTable) -> tuple[int, int]:
     return work.start, work.stop
 
 
-def _view(table: Tensor, block: int, row_of: Tensor, positions: Tensor) -> GroupView:
+def view_of(table: Tensor, block: int, row_of: Tensor, positions: Tensor) -> GroupView:
+    """Where tokens [T] of one cache group go, without planes."""
     blocks = table[row_of, positions // block].to(torch.int64)  # [T]
     slots = torch.where(blocks > 0, blocks * block + positions % block, -1)
     return GroupView(block=block, table=table, slots=slots)

@@ -34,8 +34,8 @@ from inkcap.runner.transfer import upload
 from inkcap.sampling.guide import allow
 from inkcap.sampling.sampler import Sampled, Sampler
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens of a captured step
-SHORTEST = 2048  # tokens: the first bound; the others are four times the one before
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens of a captured step
+BOUNDS = (2048, 8192, 32768, 262144)  # tokens; and the longest
 # References of these read numbers on the host, which a graph cannot.
 HOST_BOUND = (
     "attention",
@@ -151,8 +151,8 @@ class Graphs:
         size = next(size for size in self.sizes if size >= count)
         longest = max(table.host_lengths[row] for row in rows)
         bound = next(bound for bound in self.bounds if bound >= longest)
-        self._list(rows)
-        rich = any(row in table.extras or table.setup(row).params.logprobs is not None for row in rows)
+        self.list_rows(rows)
+        rich = self.rich(rows)
         limited = not table.limited.isdisjoint(rows)
         if not (rich or limited or self.guides.follow(rows)):
             self.wholes[size, bound].replay()
@@ -173,8 +173,13 @@ class Graphs:
         table.note(rows, drawn)
         return Sampled(drawn, [], None)
 
-    def _list(self, rows: list[int]) -> None:
-        """Tell the device which rows run, unless it knows."""
+    def rich(self, rows: list[int]) -> bool:
+        """Whether a row wants more than a draw with limits."""
+        table = self.table
+        return any(row in table.extras or table.setup(row).params.logprobs is not None for row in rows)
+
+    def list_rows(self, rows: list[int]) -> None:
+        """Tell the device whose tokens are drawn, unless it knows."""
         now = (rows, self.table.serial)
         if now == self.listed:
             return
@@ -227,13 +232,8 @@ class Graphs:
 
 
 def bounds_up_to(longest: int) -> list[int]:
-    """Bounds on a row's length: each four times the one before, the last one `longest`."""
-    bounds = []
-    bound = SHORTEST
-    while bound < longest:
-        bounds.append(bound)
-        bound *= 4
-    return [*bounds, longest]
+    """Bounds on a row's length, the last one `longest`."""
+    return [*(bound for bound in BOUNDS if bound < longest), longest]
 
 
 def called_by_reference(work: Callable[[], object]) -> list[str]:

@@ -23,6 +23,7 @@ from inkcap.runner.build import Step, build
 from inkcap.runner.graphs import Graphs, Recorder
 from inkcap.runner.guides import Guides
 from inkcap.runner.memory import budget, measure_step, plan_for
+from inkcap.runner.mixed import MixedGraphs
 from inkcap.runner.table import RowTable
 from inkcap.runner.transfer import Download
 from inkcap.sampling.logprobs import logprobs
@@ -123,7 +124,10 @@ class Worker:
         self.sampler = Sampler(self.rules.banned, self.device)
         self.clock = Clock()
         self.guides = Guides(compiler, self.device)
-        self.graphs = self._capture() if gpu and config.model.graphs else None
+        self.graphs: Graphs | None = None
+        self.mixed: MixedGraphs | None = None
+        if gpu and config.model.graphs:
+            self._capture()
 
     @property
     def info(self) -> EngineInfo:
@@ -170,6 +174,12 @@ class Worker:
             return Launched(
                 plan, began, self.clock, every, sampled, Download(sampled.numbers), {}, {**self.guides.failed}
             )
+        if self.mixed is not None and (key := self.mixed.fit(plan)) is not None:
+            sampling, sampled = self.mixed.run(plan, key)
+            if sampled is not None:
+                self.guides.drawn([plan.work[place].row for place in sampling], sampled.tokens)
+            back = Download(sampled.numbers if sampled is not None else [])
+            return Launched(plan, began, self.clock, sampling, sampled, back, {}, {**self.guides.failed})
         step = build(plan, table, self.arena.planes)
         hidden = self.model.forward(step.batch)  # [T, D]
         prompts = self._prompt_logprobs(plan, step, hidden)
@@ -177,14 +187,17 @@ class Worker:
         back = Download(sampled.numbers if sampled is not None else [])
         return Launched(plan, began, self.clock, step.sampling, sampled, back, prompts, {**self.guides.failed})
 
-    def _capture(self) -> Graphs | None:
-        """Decode steps as graphs; None, which is logged, where this model has ops without a kernel."""
+    def _capture(self) -> None:
+        """Small steps as graphs; not, which is logged, where this model has ops without a kernel."""
         graphs = Graphs(self.model, self.table, self.arena.planes, self.sampler, self.guides, self.max_length)
         if missing := graphs.host_bound():
-            logger.warning("decode steps are not captured: no kernel here for %s", ", ".join(missing))
-            return None
-        graphs.capture(Recorder(self.device))
-        return graphs
+            logger.warning("steps are not captured: no kernel here for %s", ", ".join(missing))
+            return
+        recorder = Recorder(self.device)
+        graphs.capture(recorder)
+        mixed = MixedGraphs(graphs)
+        mixed.capture(recorder)
+        self.graphs, self.mixed = graphs, mixed
 
     def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> Sampled:
         """Draw for the entries of the work that sample, and add what was drawn to their rows."""

@@ -7,6 +7,7 @@ from toy import PARAMS, RICH, make_worker, requests, run
 from inkcap.ops.sample.ref import sample
 from inkcap.ops.sconv.ref import sconv
 from inkcap.runner.graphs import Graphs, bounds_up_to, called_by_reference
+from inkcap.runner.mixed import MixedGraphs
 from inkcap.runner.table import RowTable
 from inkcap.runner.transfer import Download
 
@@ -50,6 +51,8 @@ def with_graphs(rows: int = 6):
         worker.model, worker.table, worker.arena.planes, worker.sampler, worker.guides, worker.max_length
     )
     worker.graphs.capture(Reruns())
+    worker.mixed = MixedGraphs(worker.graphs)
+    worker.mixed.capture(Reruns())
     return worker
 
 
@@ -61,6 +64,7 @@ def test_tokens_are_those_of_steps_without_graphs(rows, depth):
     counts = [sum(e.count for e in part.values()) for part in (worker.graphs.wholes, worker.graphs.draws)]
     assert sum(counts) > 15
     assert rows > 1 or min(counts) > 5
+    assert sum(each.count for each in worker.mixed.forwards.values()) >= 8
     assert not worker.table.lengths[rows].ne(1).any()
 
 
