@@ -86,12 +86,12 @@ class Shift:
     pitch: int
 
 
-def shift(queries: int, states: int, span: int) -> Shift:
-    """For tiles of `queries` queries and padded `states`; keys of tiles with bias are up to `span` and a tile away."""
+def shift(queries: int, states: int, extent: int) -> Shift:
+    """For tiles of `queries` queries and padded `states`; at distance `zero` and beyond no key of a tile has a bias."""
     side = 1 << (queries - 1).bit_length()
     if side * states > DEEPEST:
         return Shift(states, 0, 0)
-    zero = -(-(span + KEYS) // 16) * 16
+    zero = -(-(extent + KEYS) // 16) * 16
     return Shift(side * states, zero, -(-(zero + side + 8 + KEYS) // 64) * 64)
 
 

@@ -103,8 +103,10 @@ def unrolled(spread, table, distance, rn, SP: tl.constexpr, BN: tl.constexpr, ZE
 
     `spread` [BM, queries * SP] has each row's states at its query's place. Row (i, c) of the tile is the bank's row c
     shifted by query i: table [queries + 8, SP, PITCH] holds at [n, c, x] the bias of state c at distance n + ZERO - x.
-    The part of the distance below 8 is taken by rows, so that columns start at multiples of 8: 16 bytes.
+    The part of the distance below 8 is taken by rows, so that columns start at multiples of 8: 16 bytes. From distance
+    ZERO on the tile is 0, whatever the distance.
     """
+    distance = tl.minimum(distance, ZERO)
     low = distance & 7
     begin = tl.multiple_of(ZERO - (distance - low), 8)
     row = tl.arange(0, spread.shape[1])

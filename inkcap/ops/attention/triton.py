@@ -88,7 +88,7 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> Non
     tiling = splits.tiling(scores.window)
     rows, queries = splits.rows_of(tiling.rows, heads // kv, tiling.rows)
     on = pdl.supported(q.device)
-    bank, shift = scores.bias, splits.shift(queries, padded(states), max(extent, scores.window or 0))
+    bank, shift = scores.bias, splits.shift(queries, padded(states), extent)
     if shift.pitch:
         shifts = shift.depth // padded(states) + 8
         bank = scores.bias.new_empty(shifts, padded(states), shift.pitch)
