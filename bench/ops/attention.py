@@ -1,4 +1,4 @@
-"""Times of attention on a GPU: `python bench/ops/attention.py [--out results.jsonl] [name part ...]`.
+"""Times of attention on a GPU: `python bench/ops/attention.py [--out results.jsonl] [--ungated] [part of a name ...]`.
 
 Each case is a CUDA graph of many calls over different pages, several times the L2 cache; the median of replays. A
 decode call is two kernels. The floor is bytes of keys and values over 4.68 TB/s (read-only kernels reach that on an
@@ -11,6 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import gate
 import torch
 import triton
 
@@ -166,8 +167,11 @@ def prep(tokens: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
+    parser.add_argument("--ungated", action="store_true", help="skip the tests, for work on a kernel")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
+    if not options.ungated:
+        gate.require("test_attention.py")
     torch.manual_seed(0)
     arena = torch.randn(40000, 2 * BLOCK * D, device="cuda", dtype=torch.bfloat16)  # 1.3 GB
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
