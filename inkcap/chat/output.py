@@ -190,6 +190,8 @@ class ChatOutput(_Counted):
         super().__init__(tokenizer, params, show_ids, 0)
         start, names = (prompt.start, prompt.tool_names) if prompt is not None else (Start.BETWEEN, ())
         self.parser = Parser(tokenizer, start, names, params.ignore_eos, stream_calls)
+        self.answer = Answer()  # what has been said so far
+        self.tokens: list[int] = []  # with which
 
     @property
     def reasoning_tokens(self) -> int:
@@ -221,6 +223,8 @@ class ChatOutput(_Counted):
         if ended or delta.finish is not None:
             self._end(events)
             self.finished = True
+        self.answer.add(events)
+        self.tokens += tokens[:count]
         return ChatDelta(
             events=events,
             tokens=tokens[:count],

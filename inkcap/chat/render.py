@@ -7,6 +7,7 @@ from inkcap.base.errors import BadRequest, NotBuiltYet
 from inkcap.base.turn import Start
 from inkcap.chat import tokens
 from inkcap.chat.effort import PREFIX, format_effort, states_effort
+from inkcap.chat.replay import Prefix, Replays, said_by
 from inkcap.chat.tokens import Tokenizer
 from inkcap.chat.tools import DECLARE, call_payload, declaration, read_arguments
 
@@ -45,10 +46,13 @@ def render(
     tools: Sequence[object] | None = None,
     effort: float | None = None,
     options: RenderOptions | None = None,
+    replays: Replays | None = None,
+    salt: str = "",
 ) -> Rendered:
     """A prompt in the published token grammar from OpenAI chat messages.
 
-    An effort message is added only when `effort` is given. Raises BadRequest whose `param` is the path of the field,
+    An effort message is added only when `effort` is given. Answers that `replays` knows, kept under `salt`, are given
+    back by token. Raises BadRequest whose `param` is the path of the field,
     for instance `messages[3].content[1].type`, and NotBuiltYet for media parts.
     """
     options = options or RenderOptions()
@@ -60,7 +64,7 @@ def render(
             "leave out one of the two",
             "reasoning_effort",
         )
-    writer = _Writer(tokenizer)
+    writer = _Writer(tokenizer, replays, salt)
     declared = _declared(tools, messages)
     leading = next((i for i, message in enumerate(messages) if _role(message, i) not in _SYSTEM), len(messages))
     names: tuple[str, ...] = ()
@@ -117,8 +121,10 @@ def _declared(tools: Sequence[object] | None, messages: Sequence[Message]) -> li
 class _Writer:
     """Appends messages to a list of ids."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, replays: Replays | None, salt: str) -> None:
         self.ids: list[int] = []
+        self._replays = replays
+        self._before = Prefix(salt)
         self._tokenizer = tokenizer
         self._turn_open = False  # model messages stand at the end, without their end of turn
         self._last_kind = 0
@@ -169,8 +175,15 @@ class _Writer:
         for text, path in _texts(content, f"{where}.content", media=role == "user"):
             self.block(code, tokens.TEXT, text, path)
 
+    def _replayed(self, message: Message) -> list[int] | None:
+        """The tokens of an answer as they were sampled here, if they were; with its end of turn."""
+        if self._replays is None or self._turn_open or (said := said_by(message)) is None:
+            return None
+        return self._replays.find(self._before.digest(self.ids), said)
+
     def _assistant(self, message: Message, where: str) -> None:
         before = len(self.ids)
+        sampled = self._replayed(message)
         key = "reasoning" if message.get("reasoning") is not None else "reasoning_content"
         if thought := _string(message.get(key), f"{where}.{key}"):
             self.block(tokens.MODEL, tokens.THINKING, thought, f"{where}.{key}")
@@ -186,6 +199,8 @@ class _Writer:
         if refusal := _string(message.get("refusal"), f"{where}.refusal"):
             self.block(tokens.MODEL, tokens.TEXT, refusal, f"{where}.refusal")
         self._calls(message, where)
+        if sampled is not None:  # the message was rendered for its checks and the names of its calls
+            self.ids[before:] = sampled[:-1]
         self._turn_open = self._turn_open or len(self.ids) > before
 
     def _calls(self, message: Message, where: str) -> None:

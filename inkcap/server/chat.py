@@ -132,6 +132,12 @@ class Answering:
         reasoning = sum(output.reasoning_tokens for output in self.outputs)
         return self.run.usage(completion, reasoning)
 
+    def remember(self, output: ChatOutput) -> None:
+        """Keep a finished answer, so that its tokens come back when the conversation does."""
+        answer, prompt = output.answer, self.run.tracks[0].request.token_ids
+        said = (answer.reasoning or "", answer.content or "", answer.calls)
+        self.service.replays.add(prompt, output.tokens, *said, salt=self.body.cache_salt or "")
+
     async def deltas(self) -> AsyncGenerator[list[tuple[int, ChatDelta]], None]:
         """What came since the last item was taken: per answer that has something, its index and its events."""
         async for arrived in self.run.arrivals():
@@ -140,6 +146,8 @@ class Answering:
                 delta = self.outputs[index].feed(replies.merged(deltas))
                 if delta.abort:
                     self.run.stop(index)
+                if delta.finish_reason in ("stop", "tool_calls", "length") and delta.stop_reason is None:
+                    self.remember(self.outputs[index])
                 found.append((index, delta))
             yield found
 

@@ -21,7 +21,11 @@ async def chat_prompt(service: Service, body: ChatBody | TokenizeBody, size: int
         prime_model_role=settings.prime_model_role and body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
-    return await service.off_loop(size, lambda: render(service.tokenizer, messages, body.tools, effort, options))
+    salt = (body.cache_salt or "") if isinstance(body, ChatBody) else ""
+    replays = None if body.continue_final_message else service.replays
+    return await service.off_loop(
+        size, lambda: render(service.tokenizer, messages, body.tools, effort, options, replays, salt)
+    )
 
 
 async def text_prompts(service: Service, prompt: str | list[Any], truncated: bool) -> list[list[int]]:

@@ -15,6 +15,7 @@ from inkcap.base.errors import BadRequest, Draining, EngineFault, Overloaded, Un
 from inkcap.base.log import logger
 from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams
 from inkcap.base.turn import TurnRules
+from inkcap.chat.replay import Replays
 from inkcap.chat.tokens import Tokenizer
 from inkcap.engine.api import Engine
 from inkcap.engine.requests import expand, resolve_max_tokens
@@ -47,6 +48,7 @@ class Service:
         self.metrics = Metrics(self.names[0])
         self.runs: set[Run] = set()  # requests that generate now
         self.grammars = Grammars()
+        self.replays = Replays()  # answers of chats, to be given back by token
         endpoint = config.server.trace_endpoint
         self.tracing = start_tracing(endpoint, self.names[0]) if endpoint is not None else None
         self.responses = ResponseStore(config.server.stored_responses, STORED_BYTES)
