@@ -39,6 +39,7 @@ from inkcap.engine.executor import DeviceExecutor, LocalExecutor
 from inkcap.engine.local import LocalEngine
 from inkcap.engine.rank import Rank
 from inkcap.layers.batch import Batch
+from inkcap.layers.experts import Experts
 from inkcap.layers.formats import Stored
 from inkcap.models.inkling.config import InklingConfig
 from inkcap.models.inkling.model import Inkling
@@ -160,6 +161,23 @@ def make_model(shape: InklingConfig, weights: str, device: torch.device) -> tupl
     return model, sizes
 
 
+class LocalSum:
+    """Stands for the ranks that a sum would be taken over, so that the model takes the path of several ranks."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum, were there other ranks."""
+        return x
+
+
+def cut(model: Inkling) -> None:
+    """Part products from the convolutions behind them, where the sum over ranks stands."""
+    for layer in model.layers:
+        layer.attn_out.comm = LocalSum()
+        (layer.mlp if isinstance(layer.mlp, Experts) else layer.mlp.w2).comm = LocalSum()
+
+
 def experts_touched(model: Inkling, batch: int, device: torch.device) -> float:
     """Distinct experts a layer, on average over layers, of `batch` random tokens at position 0."""
     seen: list[int] = []
@@ -266,6 +284,47 @@ def generate(engine: LocalEngine, prompts: list[list[int]], count: int, params: 
     return Sample(spent, max(gaps, default=0.0), times[0] - begin)
 
 
+def generate_mixed(
+    engine: LocalEngine, prompts: list[list[int]], own: list[list[int]], params: SamplingParams
+) -> tuple[list[float], list[float]]:
+    """Decode `prompts` while each of `own` comes in between, one after another: seconds of steps without and with one.
+
+    A step with one ends when that prompt's only token arrives, some steps after it was submitted.
+    """
+    arrived: SimpleQueue[tuple[float, list[TokenDelta] | EngineFault]] = SimpleQueue()
+
+    def sink(deltas: list[TokenDelta] | EngineFault) -> None:
+        arrived.put((time.perf_counter(), deltas))
+
+    def submit(name: str, prompt: list[int], count: int) -> None:
+        engine.submit(GenerateRequest(request_id=name, token_ids=prompt, params=params, seed=1, max_tokens=count), sink)
+
+    many = 8 * len(own) + 64
+    for number, prompt in enumerate(prompts):
+        submit(f"row {number}", prompt, many)
+    plain: list[float] = []
+    mixed: list[float] = []
+    waiting, left, started, last, quiet = list(own), len(prompts), set(), 0.0, 0
+    while left:
+        at, deltas = arrived.get()
+        if isinstance(deltas, EngineFault):
+            raise deltas
+        names = {delta.request_id for delta in deltas if delta.tokens}
+        started |= names
+        left -= sum(delta.finish is not None for delta in deltas if delta.request_id.startswith("row"))
+        if left == len(prompts) and len(started) >= len(prompts):
+            came = any(name.startswith("own") for name in names)
+            quiet = 0 if came else quiet + 1
+            if came:
+                mixed.append(at - last)
+            elif quiet > 2:
+                plain.append(at - last)
+            if quiet == 4 and waiting:
+                submit(f"own {len(waiting)}", waiting.pop(), 1)
+        last = at
+    return plain, mixed
+
+
 def prompts_of(batch: int, length: int, vocabulary: int) -> list[list[int]]:
     random = Random(length)
     return [random.choices(range(vocabulary), k=length) for _ in range(batch)]
@@ -326,8 +385,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--decode", nargs="*", default=["1x1024"], metavar="BATCHxCONTEXT")
     parser.add_argument("--prefill", nargs="*", type=int, default=[], metavar="TOKENS")
+    parser.add_argument("--mixed", nargs="*", default=[], metavar="BATCHxCONTEXT+TOKENS", help="a prompt beside rows")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of one prefill step")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--cut", action="store_true", help="as one of several ranks, the sum over them left out")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -347,8 +408,16 @@ def main() -> None:
     bind(device, dict(pair.split("=") for pair in args.ops))
     begin = time.perf_counter()
     model, sizes = make_model(shape, args.weights, device)
+    if args.cut:
+        cut(model)
     print(f"model: {sum(sizes.values()) / 1e9:.2f} GB in {time.perf_counter() - begin:.1f} s", flush=True)
-    common = {"bench": "rank", "shape": args.shape, "layers": shape.num_hidden_layers, "weights": args.weights}
+    common = {
+        "bench": "rank",
+        "shape": args.shape,
+        "layers": shape.num_hidden_layers,
+        "weights": args.weights,
+        "cut": args.cut,
+    }
     params = SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -423,6 +492,24 @@ def main() -> None:
                 "chunk": args.chunk,
                 "tokens_per_s": round(length / min(spent)),
                 "seconds": [round(s, 4) for s in spent],
+            }
+        )
+    for spelled in args.mixed:
+        pair, _, own = spelled.partition("+")
+        batch, context = map(int, pair.split("x"))
+        config = config_of(batch + 1, context + 512, args.chunk, args)
+        with engine_of(config, model, device) as engine:
+            prompts = prompts_of(batch, context, model.vocab_size)
+            plain, mixed = generate_mixed(engine, prompts, prompts_of(24, int(own), model.vocab_size), params)
+        record(
+            {
+                "row": "mixed",
+                "batch": batch,
+                "context": context,
+                "tokens": int(own),
+                "without_ms": round(sorted(plain)[len(plain) // 2] * 1e3, 3),
+                "with_ms": round(sorted(mixed)[len(mixed) // 2] * 1e3, 3),
+                "steps": [len(plain), len(mixed)],
             }
         )
 

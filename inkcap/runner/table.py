@@ -111,8 +111,8 @@ class RowTable:
             last = {(entry.row, entry.index): entry.block for entry in entries}
             self._widen(group, max(index for _, index in last) + 1)
             rows, indices = zip(*last, strict=True)
-            entered = upload([rows, indices, [*last.values()]], torch.int64, self.device)  # [3, entries]
-            self.tables[group][entered[0], entered[1]] = entered[2].to(torch.int32)
+            entered = upload([rows, indices, [*last.values()]], torch.int32, self.device)  # [3, entries]
+            self.tables[group][entered[0], entered[1]] = entered[2]
 
     def grow(self, length: int) -> None:
         """Make room for `length` tokens a row, and for the block table entries that cover them."""
