@@ -127,6 +127,46 @@ def test_the_prompt_is_the_chat_api_s(call, engine, chat_answer):
     assert counted.json() == {"input_tokens": len(ours.token_ids)}
 
 
+def test_text_after_a_call_stays_after_it(call, engine, chat_answer):
+    chat_answer("", "x")
+    said = {"role": "assistant", "content": [
+        {"type": "tool_use", "id": "t1", "name": "look", "input": {}}, {"type": "text", "text": "Looking."},
+    ]}  # fmt: skip
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "seen"}]}
+    call("POST", MESSAGES, json={**ASK, "messages": [*ASK["messages"], said, result], "tools": [TOOL]})
+    ids = engine.requests[0].token_ids
+    assert ids.index(CALL_JSON) < len(ids) - 1 - ids[::-1].index(MODEL)
+    assert ids.count(MODEL) == 2
+
+
+def test_rules_of_an_answer_are_the_chat_api_s(call, engine, chat_answer):
+    chat_answer("", "x")
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    function = {"name": "look", "description": "Looks", "parameters": TOOL["input_schema"]}
+    tools = [{"type": "function", "function": function}]
+    named = {"type": "function", "function": {"name": "look"}}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for ours, theirs in (
+        ({"output_config": {"format": {"type": "json_schema", "schema": schema}}}, {"response_format": form}),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, {"tools": tools, "tool_choice": "required"}),
+        ({"tools": [TOOL], "tool_choice": {"type": "none"}}, {"tools": tools, "tool_choice": "none"}),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "look", "disable_parallel_tool_use": True}},
+            {"tools": tools, "tool_choice": named, "parallel_tool_calls": False},
+        ),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1100},
+            {"thinking_token_budget": 1024, "max_tokens": 1100},
+        ),
+    ):
+        assert call("POST", MESSAGES, json={**ASK, **ours}).status_code == 200
+        chat = {"messages": ASK["messages"], **theirs}
+        assert call("POST", "/v1/chat/completions", json=chat).status_code == 200
+        mine, other = engine.requests[-2:]
+        assert mine.rules == other.rules is not None
+        assert mine.token_ids == other.token_ids
+
+
 def test_a_last_message_of_the_assistant_is_gone_on_with(call, engine, tokenizer):
     engine.answer = lambda _: [*tokenizer.encode_text(" more"), END_MESSAGE, END_TURN]
     messages = [*ASK["messages"], {"role": "assistant", "content": "so far"}]

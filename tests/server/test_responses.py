@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import msgspec
 import openai
 import pytest
 
@@ -156,6 +157,48 @@ def test_a_response_can_be_followed_fetched_and_forgotten(call, engine, call_ans
     assert call("POST", RESPONSES, json=followed).status_code == 404
 
 
+def test_rules_of_an_answer_are_the_chat_api_s(call, engine, chat_answer):
+    chat_answer("", "x")
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    function = {k: v for k, v in TOOL.items() if k != "type"}
+    tools = [{"type": "function", "function": function}]
+    for ours, theirs in (
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}},
+        ),
+        ({"tools": [TOOL], "tool_choice": "required"}, {"tools": tools, "tool_choice": "required"}),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "look"}, "parallel_tool_calls": False},
+            {
+                "tools": tools,
+                "tool_choice": {"type": "function", "function": {"name": "look"}},
+                "parallel_tool_calls": False,
+            },
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "look"}],
+                },
+            },
+            {
+                "tools": tools,
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}},
+            },
+        ),
+    ):
+        assert call("POST", RESPONSES, json={**ASK, **ours}).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "Hello"}], **theirs}
+        assert call("POST", "/v1/chat/completions", json=chat).status_code == 200
+        mine, other = engine.requests[-2:]
+        assert mine.rules == other.rules is not None
+        assert mine.token_ids == other.token_ids
+
+
 def test_what_is_not_stored_is_not_kept(call, chat_answer):
     chat_answer("", "x")
     reply = call("POST", RESPONSES, json={**ASK, "store": False}).json()
@@ -257,6 +300,7 @@ def test_the_openai_client(client, chat_answer, call_answer):
 
 
 def test_background_and_cancel(client, engine, text_answer, chat_answer, site):
+    engine.info = msgspec.structs.replace(engine.info, max_length=1_000_000)  # no answer ends by itself
     chat_answer("", "the answer")
     started = client.responses.create(**ASK, background=True)
     until(lambda: client.responses.retrieve(started.id).status == "completed")
@@ -276,6 +320,7 @@ def test_background_and_cancel(client, engine, text_answer, chat_answer, site):
 
 
 def test_a_stream_can_be_cancelled(client, engine, text_answer, site):
+    engine.info = msgspec.structs.replace(engine.info, max_length=1_000_000)
     text_answer("on and on ")
     engine.pace_s = 0.001
     with client.responses.create(**ASK, stream=True) as stream:
