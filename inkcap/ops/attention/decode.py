@@ -65,7 +65,8 @@ def split_kernel(
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
     ONE: tl.constexpr, RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr,
     WIDTH: tl.constexpr,
-    FAR: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FAR: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one kv head of one tile: sums [tile, KV, split, row, D] and tops (maximum, total) of its keys.
 
@@ -156,7 +157,7 @@ def split_kernel(
                 rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias,
                 here, tl.minimum(here + near, end), low, first, position, query, rj, rd, state,
                 s_block, s_token, scale * LOG2E,
-                D, DP, BLOCK, NN, STATES, EXTENT, WINDOW, ONE, WIDTH, SP, 0, 0, 1,
+                D, DP, BLOCK, NN, STATES, EXTENT, WINDOW, ONE, WIDTH, SP, 0, 0, NEAR_STAGES,
             )  # fmt: skip
             if not ONE:
                 mine = tl.maximum(here - end, 0) + own_begin
@@ -164,7 +165,7 @@ def split_kernel(
                     rows_q, rows_r, grown, acc, top, total,
                     k + start.to(tl.int64) * s_k + head * D, v + start.to(tl.int64) * s_k + head * D, bias,
                     mine, tl.minimum(here + near - end + own_begin, own_end), count, offset, query,
-                    rj, rd, state, s_k, scale * LOG2E, D, DP, NN, STATES, EXTENT, WINDOW, WIDTH, SP, 0, 0, 1,
+                    rj, rd, state, s_k, scale * LOG2E, D, DP, NN, STATES, EXTENT, WINDOW, WIDTH, SP, 0, 0, NEAR_STAGES,
                 )  # fmt: skip
         pdl.trigger(PDL)
     if ONE:  # noqa: SIM102  a constant

@@ -95,9 +95,11 @@ def shift(queries: int, states: int, extent: int) -> Shift:
     return Shift(side * states, zero, -(-(zero + side + 8 + KEYS) // 64) * 64)
 
 
-def stages(plan: "Splits") -> int:
-    """Pipeline depth of far tiles. Triton divides it over the two dependent loads: 5 is two tiles in flight."""
-    return 5 if plan.far else 1
+def stages(plan: Splits, early: bool) -> tuple[int, int]:
+    """Pipeline depths of far and near tiles. Triton divides them over two dependent loads: 5 is two tiles in flight."""
+    if early:
+        return 1, 1
+    return 5, 5 if plan.queries == 1 else 1
 
 
 def plan(

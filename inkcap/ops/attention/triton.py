@@ -67,7 +67,7 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
         *plane.stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, keys, width,
-        plan.far > 0, early, splits.stages(plan), on,
+        plan.far > 0, early, *splits.stages(plan, early), on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     channels = 32 if plan.total > 64 else min(64, padded(size))
