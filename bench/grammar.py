@@ -121,13 +121,13 @@ def report(what: str, values: list[float]) -> None:
     )
 
 
-def sample(path: str, count: int, seed: int = 1, tokens: int = 160) -> dict[str, Counter[str]]:
+def sample(path: str, count: int, seed: int = 1, tokens: int = 100) -> dict[str, Counter[str]]:
     """Sample `count` answers of each kind and judge them; a wrong one raises AssertionError.
 
     The random model would call tools for ever, so ending the turn, where rules allow it, is made likelier.
     """
     found: dict[str, Counter[str]] = {}
-    with LLM(path, dtype="float32", max_model_len=1024) as llm:
+    with LLM(path, dtype="float32", max_model_len=1024, max_num_seqs=16) as llm:
         for kind, asked in ASKED.items():
             began = time.perf_counter()
             params = [
