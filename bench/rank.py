@@ -52,6 +52,7 @@ from inkcap.runner.worker import Worker
 READ_BYTES_A_SECOND = 4.68e12  # what a kernel that only reads reaches on an H200, 2 GiB at a time
 STEPS = 128  # that are timed
 WARM_STEPS = 8  # before them
+DENOMINATOR = 6.0 * 448.0  # of NVFP4: largest code times largest scale
 E2M1_SIZE = 2.93  # root mean square of the sixteen codes
 
 SHAPES = {
@@ -143,10 +144,10 @@ def make_model(shape: InklingConfig, weights: str, device: torch.device) -> tupl
         elif last == "scales":
             target.copy_(torch.rand(target.shape, generator=made, device=device) + 0.5)
         elif last == "denominator":
-            target.fill_(1.0)
-        elif last == "amax":  # what codes of this size must be multiplied by
+            target.fill_(DENOMINATOR)
+        elif last == "amax":  # what codes of this size must be multiplied by, times the denominator
             inputs = shape.hidden_size if ".w13." in name else shape.expert_intermediate_size
-            target.fill_(inputs**-0.5 / E2M1_SIZE / 1.04)
+            target.fill_(DENOMINATOR * inputs**-0.5 / E2M1_SIZE / 1.04)
         elif "norm" in name or last == "global_scale":
             target.fill_(1.0 / shape.route_scale if "router" in name else 1.0)
         elif last == "bias":
