@@ -7,6 +7,7 @@ import torch
 
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import NotEnoughMemory
+from inkcap.base.log import logger
 from inkcap.cache.arena import Arena
 from inkcap.cache.plan import Load, MemoryPlan, groups_of, plan_memory
 from inkcap.layers.batch import Batch
@@ -54,6 +55,10 @@ def budget(config: EngineConfig, comm: Comm, device: torch.device, step_bytes: i
         free, total = torch.cuda.mem_get_info(device)
         allowed = int(total * cache.gpu_utilization) if cache.gpu_memory_bytes is None else cache.gpu_memory_bytes
         own = gpu_rest(allowed, total, free, step_bytes)
+        logger.info(
+            "GPU memory, GiB: %.1f may be used of %.1f; weights and others %.1f, largest step %.1f, cache up to %.1f",
+            *(part / 2**30 for part in (allowed, total, total - free, step_bytes, own)),
+        )
     else:
         own = cpu_rest(available_memory(), comm.size)
     return int(comm.all_gather(torch.tensor([own], device=device)).min())
