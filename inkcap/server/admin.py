@@ -69,6 +69,7 @@ async def scrape(request: Request) -> Response:
     if service.engine.info is not None and service.engine.fault is None:
         with contextlib.suppress(EngineFault):  # it died this moment: the server's own numbers still count
             stats = await service.engine.stats()
+    service.metrics.grammar_rejects = service.grammars.rejected
     return Response(service.metrics.text(stats, service.engine.info), media_type=metrics.TYPE)
 
 

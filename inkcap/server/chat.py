@@ -123,6 +123,7 @@ class Answering:
         for output in self.outputs:
             metrics.reasoning_tokens += output.reasoning_tokens
             metrics.malformed_tool_calls += output.parser.malformed_calls
+            metrics.undeclared_tool_calls += output.parser.undeclared_calls
             metrics.bare_text_blocks += output.parser.bare_texts
             metrics.tool_call_parses += output.parser.calls + output.parser.malformed_calls
         self.outputs = []

@@ -34,6 +34,7 @@ class Grammars:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._waiting = 0
+        self.rejected = 0  # grammars that requests came with in vain
 
     async def errors(self, grammars: Sequence[tuple[str, str]]) -> dict[str, str]:
         """Grammars that cannot be compiled, and why. `grammars`: each with the field it comes from.
@@ -57,6 +58,7 @@ class Grammars:
                     found |= await self._check(dict.fromkeys(unknown))
             finally:
                 self._waiting -= 1
+        self.rejected += len(found)
         return found
 
     async def close(self) -> None:

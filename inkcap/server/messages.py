@@ -28,7 +28,7 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     service = service_of(request)
     service.note_unknown(body.unknown())
     identity = request.state.request_id
-    answering = await begin(service, body.chat(), identity, body_size(request), "msg_")
+    answering = await begin(service, body.chat(), identity, body_size(request), "msg_", pieces=body.stream)
     speaking = Speaking(answering)
     if body.stream:
         return EventStream(speaking.events(), answering.close, failure=failure, done=b"")

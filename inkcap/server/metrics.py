@@ -81,6 +81,8 @@ class Metrics:
         self.malformed_tool_calls = 0
         self.tool_call_parses = 0
         self.bare_text_blocks = 0
+        self.undeclared_tool_calls = 0
+        self.grammar_rejects = 0
         self.http_requests: dict[tuple[str, str, str], int] = {}
         self.http_durations: dict[tuple[str, str], Histogram] = {}
 
@@ -147,6 +149,8 @@ class Metrics:
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),
             ("tool_call_parser_invocations", "Tool calls parsed.", self.tool_call_parses),
             ("malformed_tool_calls", "Tool calls given back as text.", self.malformed_tool_calls),
+            ("undeclared_tool_calls", "Tool calls of tools that the request has not.", self.undeclared_tool_calls),
+            ("grammar_rejects", "Grammars and schemas that could not be compiled.", self.grammar_rejects),
             ("bare_text_blocks", "Text the model wrote without a kind.", self.bare_text_blocks),
             ("reasoning_tokens", "Generated tokens that were thinking.", self.reasoning_tokens),
         ):

@@ -43,7 +43,7 @@ async def create(request: Request, body: ResponsesBody) -> Response:
     name = request.state.request_id
     if f"resp_{name}" in service.responses.entries:  # a caller's id, used again
         name = uuid.uuid4().hex
-    answering = await begin(service, body.chat(earlier), name, size, "resp_")
+    answering = await begin(service, body.chat(earlier), name, size, "resp_", pieces=body.stream)
     responding = Responding(body, answering, earlier, size)
     if body.kept:
         service.responses.keep(responding)

@@ -85,6 +85,7 @@ def test_metrics(call, engine, chat_answer):
     call("POST", CHAT, json={**ASK, "n": 2})
     call("POST", CHAT, json={**ASK, "temperature": -1})
     call("GET", "/nowhere/at/all")
+    call("POST", CHAT, json={**ASK, "structured_outputs": {"regex": "("}})
     response = call("GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     values = {}
@@ -114,7 +115,9 @@ def test_metrics(call, engine, chat_answer):
     assert values[f'vllm:request_num_preemptions_bucket{{{labels},le="2"}}'] == 2
     assert values[f"vllm:reasoning_tokens_total{{{labels}}}"] == 2  # "think" is one token
     assert values[f'http_requests_total{{handler="{CHAT}",method="POST",status="2xx"}}'] == 1
-    assert values[f'http_requests_total{{handler="{CHAT}",method="POST",status="4xx"}}'] == 1
+    assert values[f'http_requests_total{{handler="{CHAT}",method="POST",status="4xx"}}'] == 2
+    assert values[f"vllm:grammar_rejects_total{{{labels}}}"] == 1
+    assert values[f"vllm:undeclared_tool_calls_total{{{labels}}}"] == 0
     assert values['http_requests_total{handler="none",method="GET",status="4xx"}'] == 1
 
 

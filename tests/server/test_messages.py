@@ -5,7 +5,6 @@ import json
 import anthropic
 import pytest
 
-from inkcap.chat.output import ChatOutput
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_TURN, MODEL, TEXT
 
 MESSAGES = "/v1/messages"
@@ -210,19 +209,12 @@ def test_a_call_is_a_block_with_its_input(call, call_answer):
     )
 
 
-def test_a_call_whose_arguments_come_in_pieces(call, engine, tokenizer, monkeypatch):
-    """As where a grammar holds it; the fake engine follows none, so the parser is told. A call that is cut is text."""
-
-    class Streaming(ChatOutput):
-        def __init__(self, *arguments, **named):
-            super().__init__(*arguments, **named)
-            self.parser._stream_calls = True
-
-    monkeypatch.setattr("inkcap.server.chat.ChatOutput", Streaming)
+def test_a_call_whose_arguments_come_in_pieces(call, engine, tokenizer):
+    """A grammar holds them to their form, so they stream. A call that is cut is text."""
     payload = '{"name":"look","args":{"x":"a long enough text"}}'
     ids = [MODEL, *tokenizer.encode_text("look"), CALL_JSON, *tokenizer.encode_text(payload), END_MESSAGE, END_TURN]
     engine.answer = lambda _: ids
-    body = {**ASK, "tools": [TOOL]}
+    body = {**ASK, "tools": [TOOL], "tool_choice": {"type": "any"}}
     events = sent(call("POST", MESSAGES, json={**body, "stream": True}))
     pieces = [p["delta"]["partial_json"] for n, p in events if n == "content_block_delta"]
     assert len(pieces) > 1

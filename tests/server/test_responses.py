@@ -7,7 +7,6 @@ import msgspec
 import openai
 import pytest
 
-from inkcap.chat.output import ChatOutput
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_TURN, MODEL, TEXT
 from tests.server.conftest import until
 
@@ -213,24 +212,19 @@ def test_the_oldest_are_forgotten_first(call, chat_answer, settings):
     assert [call("GET", f"{RESPONSES}/{name}").status_code for name in names] == [404, 200, 200]
 
 
-def test_a_call_whose_arguments_come_in_pieces(call, engine, tokenizer, monkeypatch):
-    """As where a grammar holds it; the fake engine follows none, so the parser is told."""
-
-    class Streaming(ChatOutput):
-        def __init__(self, *arguments, **named):
-            super().__init__(*arguments, **named)
-            self.parser._stream_calls = True
-
-    monkeypatch.setattr("inkcap.server.chat.ChatOutput", Streaming)
+def test_a_call_whose_arguments_come_in_pieces(call, engine, tokenizer):
+    """A grammar holds them to their form, so they stream."""
     payload = '{"name":"look","args":{"x":"a long enough text"}}'
     ids = [MODEL, *tokenizer.encode_text("look"), CALL_JSON, *tokenizer.encode_text(payload), END_MESSAGE, END_TURN]
     engine.answer = lambda _: ids
-    body = {**ASK, "tools": [TOOL]}
+    body = {**ASK, "tools": [TOOL], "tool_choice": "required"}
     events = sent(call("POST", RESPONSES, json={**body, "stream": True}))
     pieces = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
     assert len(pieces) > 1
     assert "".join(pieces) == events[-1]["response"]["output"][0]["arguments"] == '{"x":"a long enough text"}'
-    cut = call("POST", RESPONSES, json={**body, "max_output_tokens": len(ids) - 6}).json()
+    cut = sent(call("POST", RESPONSES, json={**body, "max_output_tokens": len(ids) - 6, "stream": True}))[-1][
+        "response"
+    ]
     assert (cut["status"], cut["output"][0]["status"]) == ("incomplete", "incomplete")
 
 
