@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
-from inkcap.ops.experts.coded_many import grouped_coded, stored
+from inkcap.ops.experts.coded_many import coded_width_of, grouped_coded, stored
 from inkcap.ops.experts.coded_row import down_row_coded, up_row_coded
 from inkcap.ops.experts.group import Tiles, tiles, width_of
 from inkcap.ops.experts.many import Also, combine_kernel, grouped
@@ -25,7 +25,7 @@ from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Route
 
 TOGETHER = 64  # tokens up to which shared experts share the launches of the routed ones
 COMBINED = 1024  # channels of a program that sums over experts
-UP, DOWN = (4, 8), (8, 8)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
+UP, DOWN = (2, 8), (4, 4)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
 UP_CODED, DOWN_CODED = (4, 2, 2), (8, 8)  # the same for codes; in the middle rows of shared experts
 
 
@@ -68,9 +68,14 @@ def up(
     elif shared_w13 is not None:
         shared_out = swiglu(F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (shared, -1)), route.gammas)
     if tokens:
-        uses = tiles(route, experts, width_of(tokens * top_k, experts))
+        uses = tiles(route, experts, width_for(w13, tokens * top_k))
         products_of(x, w13, uses, top_k, out, paired=True, caps=caps, also=also)
     return out, shared_out
+
+
+def width_for(w: Weights, uses: int) -> int:
+    """Uses of a tile, for weights of either kind."""
+    return coded_width_of(uses, len(w)) if isinstance(w, Coded) else width_of(uses, len(w))
 
 
 def products_of(
@@ -141,7 +146,7 @@ def down(
             length, bk, number, bn, on, num_warps=warps, **pdl.launch(on),
         )  # fmt: skip
         return out
-    uses = tiles(route, experts, width_of(tokens * top_k, experts))
+    uses = tiles(route, experts, width_for(w2, tokens * top_k))
     products = torch.empty(tokens * top_k, channels, dtype=act.dtype, device=act.device)
     shared, also = products, None
     many = 0  # shared products of a token

@@ -39,8 +39,8 @@ def norm_kernel(
 
 
 def warps(block: int) -> int:
-    """16 elements a thread, within what a program can have."""
-    return max(1, min(16, block // 512))
+    """32 elements a thread, within what a program can have."""
+    return max(1, min(16, block // 1024))
 
 
 @rms_norm.implement("triton", when=lambda device: device.type == "cuda")

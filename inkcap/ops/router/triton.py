@@ -20,30 +20,31 @@ from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import Normed, Routed
 
 ROWS = 2  # of a program that multiplies one token
-WARPS = 8
+WARPS = 4
 FEW = 64  # tokens that are multiplied in parts
 
 
 @triton.jit
 def choose(
-    logits, next_part, bias, global_scale, choice, weights, gammas, route_scale,
+    logits, next_part, next_expert, bias, global_scale, choice, weights, gammas, route_scale,
     PARTS: tl.constexpr, E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr,
     BE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One token's choice among fp32 logits [E + S], a sum of PARTS that are `next_part` apart.
+    """One token's choice among fp32 logits [E + S], `next_expert` apart, a sum of PARTS that are `next_part` apart.
 
     A token of NaN, as padding may be, chooses experts that exist.
     """
     e = tl.arange(0, BE)
     place = tl.arange(0, BP)
-    logit = tl.load(logits + e, mask=e < E, other=0.0, cache_modifier=".cg")
+    logit = tl.load(logits + e * next_expert, mask=e < E, other=0.0, cache_modifier=".cg")
     # places 0 .. TOP are the chosen experts, the S behind them the shared ones
     behind = (place >= TOP) & (place < TOP + S)
-    picked = tl.load(logits + E - TOP + place, mask=behind, other=0.0, cache_modifier=".cg")
+    last = (E - TOP + place) * next_expert
+    picked = tl.load(logits + last, mask=behind, other=0.0, cache_modifier=".cg")
     for part in tl.static_range(1, PARTS):
         at = logits + part * next_part
-        logit += tl.load(at + e, mask=e < E, other=0.0, cache_modifier=".cg")
-        picked += tl.load(at + E - TOP + place, mask=behind, other=0.0, cache_modifier=".cg")
+        logit += tl.load(at + e * next_expert, mask=e < E, other=0.0, cache_modifier=".cg")
+        picked += tl.load(at + last, mask=behind, other=0.0, cache_modifier=".cg")
     score = tl.sigmoid(logit) + tl.load(bias + e, mask=e < E, other=0.0)
     # bits of the score in an order of integers, and the index behind them so that the lowest wins: one maximum a choice
     bits = score.to(tl.int32, bitcast=True)
@@ -94,12 +95,12 @@ def route_row(
     tl.debug_barrier()  # all of the program's stores before its arrival
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(arrived, 0)
-        choose(logits, 0, bias, global_scale, choice, weights, gammas, route_scale, 1, E, S, TOP, SINK, BE, BP)
+        choose(logits, 0, 1, bias, global_scale, choice, weights, gammas, route_scale, 1, E, S, TOP, SINK, BE, BP)
 
 
 @triton.jit(do_not_specialize=["next_part"])
 def choose_rows(
-    logits, bias, global_scale, choice, weights, gammas, route_scale, next_part,
+    logits, bias, global_scale, choice, weights, gammas, route_scale, next_part, next_token, next_expert,
     PARTS: tl.constexpr, E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr,
     BE: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -107,8 +108,8 @@ def choose_rows(
     pdl.trigger(PDL)
     t = tl.program_id(0).to(tl.int64)
     choose(
-        logits + t * (E + S), next_part, bias, global_scale, choice + t * TOP, weights + t * TOP, gammas + t * S,
-        route_scale, PARTS, E, S, TOP, SINK, BE, BP,
+        logits + t * next_token, next_part, next_expert, bias, global_scale,
+        choice + t * TOP, weights + t * TOP, gammas + t * S, route_scale, PARTS, E, S, TOP, SINK, BE, BP,
     )  # fmt: skip
 
 
@@ -151,13 +152,14 @@ def route(
             logits = in_parts(normed, weight)
             parts = len(logits)
         elif normed.dtype == weight.dtype != torch.float32:
-            logits = torch.mm(normed, weight.t(), out_dtype=torch.float32)
+            # the other way round its rows would not be aligned, and the library twice as slow
+            logits = torch.mm(weight, normed.t(), out_dtype=torch.float32).t()
         else:
             logits = F.linear(normed.float(), weight.float())
         choose_rows[(tokens,)](
-            logits, bias, scale, choice, weights, gammas, route_scale, tokens * every,
+            logits, bias, scale, choice, weights, gammas, route_scale, tokens * every, *logits.stride()[-2:],
             parts, experts, shared, top_k, sink, *blocks, on,
-            num_warps=1, **pdl.launch(on),
+            num_warps=2, **pdl.launch(on),
         )  # fmt: skip
     return Routed(choice, weights, gammas)
 

@@ -12,7 +12,7 @@ from inkcap.ops import pdl
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import GroupView, Packing
 
-FEW, MANY = (1, 512), (1, 1024)  # tokens and channels of a program, up to 64 tokens and beyond
+FEW, MANY = (1, 512, 2), (1, 1024, 2)  # tokens and channels of a program, and its warps; up to 64 tokens and beyond
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def convolve(
         return out
     static = taps.dim() == 2
     on = pdl.supported(x.device)
-    bt, bc = FEW if tokens <= 64 else MANY
+    bt, bc, warps = FEW if tokens <= 64 else MANY
     bc = min(bc, triton.next_power_of_2(channels))
     sconv_kernel[(triton.cdiv(tokens, bt), triton.cdiv(channels, bc))](
         x, taps, taps if added is None else added, x if residual is None else residual, out,
@@ -153,7 +153,7 @@ def convolve(
         state.stride(0), state.stride(1), view.table.stride(0), scale, taps if before is None else before,
         channels, taps.shape[-1], view.block, static, 1 if static else channels // taps.shape[1],
         0 if added is None else channels // added.shape[1], residual is not None, before is not None, bt, bc, on,
-        num_warps=max(1, min(4, bt * bc // 256)), **pdl.launch(on),
+        num_warps=warps, **pdl.launch(on),
     )  # fmt: skip
     return out
 
