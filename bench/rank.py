@@ -341,7 +341,11 @@ def config_of(rows: int, longest: int, step_tokens: int, args: argparse.Namespac
 
 
 def trace(path: Path, work: Callable[[], object]) -> dict[str, float]:
-    """Profile a run into a file for a trace viewer. Returns the share of the time a kernel ran, and the longest gap."""
+    """Profile a run into a file for a trace viewer.
+
+    Returns the share of the time in which something ran on the GPU, the longest gap, and how long before a step's first
+    kernel ran the host had queued it, as a median: while that is positive the host is not the limit.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         work()
@@ -358,7 +362,14 @@ def trace(path: Path, work: Callable[[], object]) -> dict[str, float]:
         gap = max(gap, a - end)
         busy += max(0.0, b - max(a, end))
         end = max(end, b)
-    return {"gpu_busy": round(busy / (end - spans[0][0]), 4), "longest_gap_us": round(gap, 1)}
+    queued = sorted(e["ts"] + e["dur"] for e in events if e.get("name") == "cudaGraphLaunch")
+    begun = sorted(e["ts"] for e in events if e.get("cat") == "kernel" and "newest" in e["name"])
+    lead = [at - before[-1] for at in begun if (before := [q for q in queued if q <= at])]
+    return {
+        "gpu_busy": round(busy / (end - spans[0][0]), 4),
+        "longest_gap_us": round(gap, 1),
+        "lead_us": round(sorted(lead)[len(lead) // 2], 1) if lead else 0.0,
+    }
 
 
 def facts(device: torch.device) -> dict[str, object]:
