@@ -2,7 +2,7 @@
 
 The bias depends on the distance alone, so it is never gathered. For one query the keys are laid out newest first: key j
 is at distance j. For a tile of queries the bias of all distances is one product, of which each query's row is a view
-shifted by one.
+shifted by one. A sink is one more key of zeros behind the others, whose bias is the sink.
 """
 
 from dataclasses import dataclass
@@ -23,16 +23,17 @@ class Singles:
     """Sequences with one query in this step."""
 
     tokens: Tensor | None  # [N] their tokens; None when the step has no others
-    blocks: Tensor  # [N * keys] newest first; behind a sequence's oldest visible key that key is repeated
-    offsets: Tensor  # [N * keys]
+    blocks: Tensor  # [N * (keys + more)] newest first; behind a sequence's oldest visible key that key is repeated
+    offsets: Tensor  # [N * (keys + more)]
     keys: int
+    more: int  # places for a sink behind them: 0 or 1
     mask: Tensor | None  # [N, 1, keys] fp32, -inf at the repetitions; None when there are none
 
 
-def locate(view: GroupView, packing: Packing, window: int | None) -> Singles | None:
+def locate(view: GroupView, packing: Packing, window: int | None, more: int) -> Singles | None:
     """Index tensors of a step, made once for all layers of the group; None when no sequence has one query."""
-    if (Singles, window) in view.memo:
-        return view.memo[Singles, window]  # pyright: ignore[reportReturnType]  # a memo has no types
+    if (Singles, window, more) in view.memo:
+        return view.memo[Singles, window, more]  # pyright: ignore[reportReturnType]  # a memo has no types
     spans = [span for span in packing.spans if span[1] - span[0] == 1]
     made = None
     if spans:
@@ -40,7 +41,7 @@ def locate(view: GroupView, packing: Packing, window: int | None) -> Singles | N
         starts, _, rows, positions = (torch.tensor(column, device=device) for column in zip(*spans, strict=True))
         seen = positions + 1 if window is None else (positions + 1).clamp(max=window)  # [N]
         keys = int(seen.max())
-        back = torch.minimum(torch.arange(keys, device=device), seen[:, None] - 1)  # [N, keys]
+        back = torch.minimum(torch.arange(keys + more, device=device), seen[:, None] - 1)  # [N, keys + more]
         at = positions[:, None] - back
         blocks = view.table[rows].gather(1, at // view.block).long()
         mask = None
@@ -48,8 +49,8 @@ def locate(view: GroupView, packing: Packing, window: int | None) -> Singles | N
             repeated = torch.arange(keys, device=device) >= seen[:, None]
             mask = torch.zeros(repeated.shape, device=device).masked_fill(repeated, -torch.inf).unsqueeze(1)
         tokens = None if len(spans) == len(packing.spans) else starts
-        made = Singles(tokens, blocks.flatten(), (at % view.block).flatten(), keys, mask)
-    view.memo[Singles, window] = made
+        made = Singles(tokens, blocks.flatten(), (at % view.block).flatten(), keys, more, mask)
+    view.memo[Singles, window, more] = made
     return made
 
 
@@ -65,23 +66,23 @@ def attention_cpu(
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """`attention` of the reference without sinks, which are left to it. This step's keys must have been stored, too.
+    """`attention` of the reference. This step's keys must have been stored, too.
 
-    The bias is not rounded, and log scaling is applied to the relative states instead of it.
+    The bias is not rounded, and log scaling is applied to the relative states instead of it. What heads attend to is
+    rounded before the gate, too.
     """
-    if sinks is not None:
-        return attention.reference(q, k, v, r, scores, view, packing, sinks, gate)
     states = r.float()
     if scores.scaling is not None and scores.scaling.active(packing):
         states = states * scores.scaling.factor(packing.positions)[:, None, None]
-    singles = locate(view, packing, scores.window)
+    singles = locate(view, packing, scores.window, sinks is not None)
     if singles is not None and singles.tokens is None:
-        out = attend_singles(q, states, scores, view, singles)
+        out = attend_singles(q, states, scores, view, singles, sinks)
     else:
         out = torch.empty_like(q)
         if singles is not None:
             chosen = singles.tokens
-            out[chosen] = attend_singles(q[chosen], states[chosen], scores, view, singles)
+            sunk = None if sinks is None else sinks[chosen]
+            out[chosen] = attend_singles(q[chosen], states[chosen], scores, view, singles, sunk)
         for start, stop, row, first in packing.spans:
             if stop - start > 1:
                 low = 0 if scores.window is None else max(0, first - scores.window + 1)
@@ -89,23 +90,31 @@ def attention_cpu(
                 if low < first:
                     keys = torch.cat([paged.read(view, 0, row, low, first), keys])
                     values = torch.cat([paged.read(view, 1, row, low, first), values])
-                attend_span(q[start:stop], keys, values, states[start:stop], first - low, scores, out[start:stop])
+                sunk = None if sinks is None else sinks[start:stop]
+                target = out[start:stop]
+                attend_span(q[start:stop], keys, values, states[start:stop], first - low, scores, target, sunk)
     out = out.flatten(1)
     return out if gate is None else (out.float() * gate.float().sigmoid()).to(out.dtype)
 
 
-def attend_singles(q: Tensor, states: Tensor, scores: Scores, view: GroupView, singles: Singles) -> Tensor:
-    """q [N, heads, D] and states [N, heads, S] to [N, heads, D]."""
+def attend_singles(
+    q: Tensor, states: Tensor, scores: Scores, view: GroupView, singles: Singles, sinks: Tensor | None
+) -> Tensor:
+    """q [N, heads, D], states [N, heads, S] and sinks [N, heads] to [N, heads, D]."""
+    name = "keys and sink" if singles.more else "keys"
     keys, values = (
-        paged.gather(view, plane, singles.blocks, singles.offsets, "keys").unflatten(0, (len(q), singles.keys))
-        for plane in (0, 1)
-    )  # [N, keys, kv heads, D]
+        paged.gather(view, plane, singles.blocks, singles.offsets, name).unflatten(0, (len(q), -1)) for plane in (0, 1)
+    )  # [N, keys, kv heads, D], and behind the keys one place for a sink
     near = scores.bias[:, : singles.keys]
     bias = states @ near.float()  # [N, heads, keys within the extent]
     if near.shape[1] < singles.keys:
         bias = F.pad(bias, (0, singles.keys - near.shape[1]))
     if singles.mask is not None:
         bias += singles.mask
+    if sinks is not None:
+        keys[:, -1].zero_()
+        values[:, -1].zero_()
+        bias = torch.cat([bias, sinks.float().unsqueeze(2)], 2)
     kv = keys.shape[2]
     heads = F.scaled_dot_product_attention(
         q.unflatten(1, (kv, -1)),  # the queries of a kv head take the place of a sequence's queries
@@ -118,7 +127,14 @@ def attend_singles(q: Tensor, states: Tensor, scores: Scores, view: GroupView, s
 
 
 def attend_span(
-    q: Tensor, keys: Tensor, values: Tensor, states: Tensor, older: int, scores: Scores, out: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    states: Tensor,
+    older: int,
+    scores: Scores,
+    out: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     """Queries [n, heads, D] over keys and values [older + n, kv heads, D], of which the last n are their own."""
     kv = keys.shape[1]
@@ -141,11 +157,16 @@ def attend_span(
         bias = both.as_strided(
             (kv, group, n, high - low), (group * width, width, heads * width - 1, 1), both.storage_offset() + n - 1
         )
-        size = (kv, group, high - low, q.shape[2])
+        seen, told = keys[low:high], values[low:high]
+        if sinks is not None:
+            sunk = sinks[start : start + n].to(q.dtype).t().unflatten(0, (kv, group))
+            bias = torch.cat([bias, sunk.unsqueeze(3)], 3)
+            seen, told = (F.pad(part, (0, 0, 0, 0, 0, 1)) for part in (seen, told))
+        size = (kv, group, len(seen), q.shape[2])
         attended = F.scaled_dot_product_attention(
             rows.unflatten(1, (kv, group)).permute(1, 2, 0, 3),
-            keys[low:high].transpose(0, 1).unsqueeze(1).expand(size),
-            values[low:high].transpose(0, 1).unsqueeze(1).expand(size),
+            seen.transpose(0, 1).unsqueeze(1).expand(size),
+            told.transpose(0, 1).unsqueeze(1).expand(size),
             attn_mask=bias,
             scale=scores.scale,
         )  # [kv heads, group, n, D]

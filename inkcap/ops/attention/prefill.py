@@ -46,7 +46,8 @@ def tile_kernel(
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
     RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr,
-    SINKS: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, PAGE_STAGES: tl.constexpr, OWN_STAGES: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr,
+    FAR_STAGES: tl.constexpr, STAGES: tl.constexpr, PAGE_STAGES: tl.constexpr, OWN_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One kv head of one tile of queries, of sequences with at least `least` tokens; writes their rows of out.
@@ -100,7 +101,7 @@ def tile_kernel(
     else:
         acc, top, total = far_pages(
             rows_q, acc, top, total, k_plane, v_plane, pages, 0, bend, rn, rd, s_block, s_token, scale * LOG2E,
-            D, DP, BLOCK, BN, STAGES,
+            D, DP, BLOCK, BN, FAR_STAGES,
         )  # fmt: skip
         acc, top, total = far_own(
             rows_q, acc, top, total, k, v, 0, own_bend, count, rn, rd, s_k, scale * LOG2E, D, DP, BN, STAGES

@@ -67,7 +67,7 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
         *plane.stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, keys, width,
-        plan.far > 0, early, *splits.stages(plan, early), on,
+        plan.far > 0, early, *splits.stages(plan, early, q.element_size()), on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     channels = 32 if plan.total > 64 else min(64, padded(size))
@@ -85,7 +85,7 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> Non
     heads, kv, size = q.shape[1], k.shape[1], q.shape[2]
     states, extent = scores.bias.shape
     sequences = len(packing.rows)
-    tiling = splits.tiling(scores.window)
+    tiling = splits.tiling(scores.window, q.element_size())
     rows, queries = splits.rows_of(tiling.rows, heads // kv, tiling.rows)
     on = pdl.supported(q.device)
     bank, shift = scores.bias, splits.shift(queries, padded(states), extent)
@@ -104,7 +104,7 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> Non
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS, tiling.near,
         triton.next_power_of_2(queries + tiling.near), shift.depth, shift.zero, shift.pitch,
-        sinks is not None, gate is not None, tiling.far, tiling.pages, tiling.own, on,
+        sinks is not None, gate is not None, *tiling.stages, on,
         num_warps=tiling.warps, **pdl.launch(on),
     )  # fmt: skip
 
