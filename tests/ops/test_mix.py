@@ -2,11 +2,13 @@
 
 import math
 
+import pytest
 import torch
 
 from inkcap.ops.mix.ref import message_gate, mix
 
 EPS = 1e-6
+pytestmark = pytest.mark.usefixtures("ops")
 
 
 def rms(x):

@@ -1,15 +1,17 @@
 """Experts on a CPU: each weight is read once, for the tokens that chose it, in order of expert."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inkcap.ops.act.ref import swiglu
-from inkcap.ops.experts.ref import experts_down, experts_up
+from inkcap.ops.act.ref import swiglu, swiglu_capped
+from inkcap.ops.experts.ref import experts_down, experts_up, routed_down, routed_up
 from inkcap.ops.quantize.coded import Weights
-from inkcap.ops.values import Activated, Normed, Routed
+from inkcap.ops.values import Activated, Caps, Normed, Routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +48,46 @@ def experts_up_cpu(rows: Normed, route: Routed, w13: Weights, shared_w13: Tensor
     """`experts_up` of the reference."""
     x = rows.tensor()
     shared = F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (len(shared_w13), -1))
-    return Activated(routed_cpu(x, route, w13), swiglu(shared, route.gammas), route)
+    return Activated(up_cpu(x, route, w13, swiglu), swiglu(shared, route.gammas), route)
 
 
-def routed_cpu(x: Tensor, route: Routed, w13: Weights) -> Tensor:
-    """x [T, C] to the activations of the chosen experts [T, K, I]."""
+def up_cpu(x: Tensor, route: Routed, w13: Weights, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """x [T, C] to the activations `act` of the chosen experts: [T, K, I]."""
     tokens, top_k = route.choice.shape
     if tokens == 1:
-        return swiglu(torch.cat([F.linear(x, w13[expert]) for expert in route.choice[0].tolist()])).unsqueeze(0)
+        return act(torch.cat([F.linear(x, w13[expert]) for expert in route.choice[0].tolist()])).unsqueeze(0)
     uses = by_expert(route)
-    act = swiglu(multiply(x.index_select(0, uses.order // top_k), w13, uses))
-    return act.index_select(0, uses.inverse).unflatten(0, (tokens, top_k))
+    made = act(multiply(x.index_select(0, uses.order // top_k), w13, uses))
+    return made.index_select(0, uses.inverse).unflatten(0, (tokens, top_k))
+
+
+def down_cpu(act: Tensor, route: Routed, w2: Weights) -> Tensor:
+    """Activations [T, K, I] to the products of the chosen experts in fp32: [T, K, C], in order of choice."""
+    tokens, top_k = route.choice.shape
+    if tokens == 1:
+        chosen = zip(route.choice[0].tolist(), act[0].split(1), strict=True)
+        products = torch.cat([F.linear(part, w2[expert]) for expert, part in chosen])
+    else:
+        uses = by_expert(route)
+        products = multiply(act.flatten(0, 1).index_select(0, uses.order), w2, uses).index_select(0, uses.inverse)
+    return products.float().unflatten(0, (tokens, top_k))
 
 
 @experts_down.implement("cpu", when=lambda device: device.type == "cpu")
 def experts_down_cpu(act: Activated, w2: Weights, shared_w2: Tensor) -> Tensor:
     """`experts_down` of the reference; the sum over experts goes in order of choice."""
-    route = act.route
-    tokens, top_k = route.choice.shape
-    if tokens == 1:
-        parts = act.routed[0].split(1)
-        chosen = zip(route.choice[0].tolist(), parts, strict=True)
-        products = torch.cat([F.linear(part, w2[expert]) for expert, part in chosen])
-    else:
-        uses = by_expert(route)
-        products = multiply(act.routed.flatten(0, 1).index_select(0, uses.order), w2, uses)
-        products = products.index_select(0, uses.inverse)
     shared = F.linear(act.shared.flatten(1), shared_w2.flatten(1)).float()
-    products = products.float().unflatten(0, (tokens, top_k))
-    return torch.baddbmm(shared.unsqueeze(1), route.weights.unsqueeze(1), products).squeeze(1).to(act.shared.dtype)
+    products = down_cpu(act.routed, act.route, w2)
+    return torch.baddbmm(shared.unsqueeze(1), act.route.weights.unsqueeze(1), products).squeeze(1).to(act.shared.dtype)
+
+
+@routed_up.implement("cpu", when=lambda device: device.type == "cpu")
+def routed_up_cpu(rows: Normed, route: Routed, w13: Weights, caps: Caps) -> Tensor:
+    """`routed_up` of the reference."""
+    return up_cpu(rows.tensor(), route, w13, partial(swiglu_capped, caps=caps))
+
+
+@routed_down.implement("cpu", when=lambda device: device.type == "cpu")
+def routed_down_cpu(act: Tensor, route: Routed, w2: Weights) -> Tensor:
+    """`routed_down` of the reference; the sum over experts goes in order of choice."""
+    return torch.bmm(route.weights.unsqueeze(1), down_cpu(act, route, w2)).squeeze(1).to(act.dtype)

@@ -45,6 +45,20 @@ def locate(view: GroupView, packing: Packing, width: int) -> Past:
     return made
 
 
+def convolve_each(own: Tensor, old: Tensor, past: Past, columns: Tensor, added: Tensor) -> Tensor:
+    """What old taps `columns` [W - 1, C] give, and what all of `added` [T, heads, W] give: [T, C]."""
+    if past.sources is None:
+        window = old  # [T, W - 1, C]
+    else:
+        inputs = torch.cat([own, old.flatten(0, 1)])
+        window = torch.stack([inputs.index_select(0, source) for source in past.sources], 1)
+    heads = added.shape[1]
+    taps = added.transpose(1, 2).unsqueeze(3)  # [T, W, heads, 1]
+    every = columns.unflatten(1, (heads, -1)) + taps[:, :-1]  # [T, W - 1, heads, C / heads]
+    made = (window.unflatten(2, (heads, -1)) * every).sum(1)
+    return made.addcmul_(own.unflatten(1, (heads, -1)), taps[:, -1]).flatten(1)
+
+
 @sconv.implement("cpu", when=lambda device: device.type == "cpu")
 def sconv_cpu(
     x: Tensor,
@@ -57,8 +71,8 @@ def sconv_cpu(
     residual: Tensor | None = None,
     added: Tensor | None = None,
 ) -> Tensor:
-    """`sconv` of the reference for static taps; others are left to it."""
-    if added is not None or taps.dim() == 3:
+    """`sconv` of the reference for static taps, also with others added; without static ones it is left to it."""
+    if taps.dim() == 3:
         return sconv.reference(x, taps, view, packing, plane=plane, scale=scale, residual=residual, added=added)
     width = taps.shape[1]
     columns = taps.t()  # [W, C]
@@ -68,7 +82,9 @@ def sconv_cpu(
         old = old.masked_fill(past.before, 0.0)
     own = x.float()
     out = torch.addcmul(own, own, columns[width - 1])
-    if past.sources is None:
+    if added is not None:
+        out += convolve_each(own, old, past, columns[: width - 1], added)
+    elif past.sources is None:
         out += (old * columns[: width - 1]).sum(1)
     else:
         inputs = torch.cat([own, old.flatten(0, 1)])
