@@ -149,3 +149,20 @@ def test_tokenizer_info(call, settings):
     facts = call("GET", "/tokenizer_info").json()
     assert (facts["eos_token"], facts["eos_token_id"]) == ("<|content_model_end_sampling|>", 200_006)
     assert facts["added_tokens_decoder"]["200010"]["content"] == "<|end_message|>"
+
+
+@pytest.mark.parametrize("settings", [LIMITS])
+def test_what_came_before_a_head_does_not_count_for_it(site, settings):
+    body = json.dumps({"prompt": "word " * 4000}).encode()
+    first = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+    first += str(len(body)).encode() + b"\r\n\r\n" + body
+    with contextlib.closing(socket.create_connection(("127.0.0.1", site.port))) as client:
+        client.settimeout(20)
+        client.sendall(first + b"GET /version HTTP/1.1\r\nhost: x\r\n")  # a second one begins in the same bytes
+        said = b""
+        while b'"token_strs"' not in said:
+            said += client.recv(65536)
+        client.sendall(b"connection: close\r\n\r\n")
+        while piece := client.recv(4096):
+            said += piece
+    assert said.count(b"HTTP/1.1 200 OK") == 2
