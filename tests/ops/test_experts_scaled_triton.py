@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 EXPERTS, TOP = 5, 3
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 # columns that chunks divide, and some that they do not
-SIZES = [(4, 96, 48), (8, 96, 32), (4, 176, 80), (8, 352, 64)]
+SIZES = [(4, 96, 48), (8, 128, 32), (4, 176, 80), (8, 352, 64)]
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from inkcap.ops import pdl
 from inkcap.ops.act.triton import gated
 from inkcap.ops.experts.codes import tile, unit
-from inkcap.ops.experts.group import Tiles
+from inkcap.ops.experts.group import Tiles, width_of
 from inkcap.ops.experts.many import Also
 from inkcap.ops.quantize.coded import Coded
 from inkcap.ops.values import Caps
@@ -42,15 +42,23 @@ def coded_product(
     """The same with weight rows [BN, 1], counted over all experts."""
     BLOCK: tl.constexpr = 16 if BITS == 4 else 32
     PER: tl.constexpr = 32 // BITS  # codes of a word
+    FOUR: tl.constexpr = scales.dtype.element_ty == tl.int32  # scales in a word: copies ahead take four bytes or more
     k = tl.arange(0, BK)[None, :]
     word, block = tl.arange(0, BK // PER)[None, :], tl.arange(0, BK // BLOCK)[None, :]
     wp = words + row * (K // PER) + word
-    sp = scales + row * (K // BLOCK) + block
+    if FOUR:
+        sp = scales + row * (K // BLOCK // 4) + tl.arange(0, BK // BLOCK // 4)[None, :]
+    else:
+        sp = scales + row * (K // BLOCK) + block
     for done in tl.range(0, K, BK, num_stages=STAGES):
         if K % BK == 0:
             a = tl.load(xs + k + done)
             code = tl.load(wp + done // PER)
-            scale = tl.load(sp + done // BLOCK)
+            if FOUR:
+                four = tl.load(sp + done // BLOCK // 4)[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]
+                scale = tl.reshape(four & 0xFF, [BN, BK // BLOCK])
+            else:
+                scale = tl.load(sp + done // BLOCK)
         else:
             a = tl.load(xs + k + done, mask=done + k < K, other=0.0)
             code = tl.load(wp + done // PER, mask=done // PER + word < K // PER, other=0)
@@ -153,15 +161,43 @@ class Shape:
     warps: int
 
 
-# by width of a tile of uses, for long and for short rows of weights
-LONG = {
-    16: Shape(64, 128, 128, 4, 4), 32: Shape(64, 128, 128, 4, 4), 64: Shape(128, 64, 64, 4, 4),
-    128: Shape(256, 64, 64, 4, 8),
-}  # fmt: skip
-SHORT = {
-    16: Shape(128, 128, 64, 3, 4), 32: Shape(128, 128, 64, 3, 4), 64: Shape(128, 64, 64, 3, 4),
-    128: Shape(256, 64, 64, 3, 8),
-}  # fmt: skip
+# by bits of a code, whether rows of weights are long, and width of a tile of uses; the scales of a tile are four bytes
+# of a row or more, so that they are fetched ahead like the codes
+SHAPES = {
+    (4, True): {
+        16: Shape(64, 128, 64, 3, 4),
+        32: Shape(64, 128, 64, 3, 4),
+        64: Shape(128, 64, 64, 4, 4),
+        128: Shape(128, 64, 64, 3, 8),
+        256: Shape(128, 64, 64, 3, 8),
+    },
+    (4, False): {
+        16: Shape(128, 128, 64, 3, 4),
+        32: Shape(128, 128, 64, 3, 4),
+        64: Shape(128, 64, 64, 3, 4),
+        128: Shape(128, 64, 64, 3, 8),
+        256: Shape(128, 64, 64, 3, 8),
+    },
+    (8, True): {
+        16: Shape(64, 256, 64, 3, 4),
+        32: Shape(64, 256, 64, 3, 4),
+        64: Shape(128, 128, 64, 3, 4),
+        128: Shape(128, 128, 64, 3, 8),
+        256: Shape(64, 128, 64, 2, 8),
+    },
+    (8, False): {
+        16: Shape(128, 128, 64, 3, 4),
+        32: Shape(128, 128, 64, 3, 4),
+        64: Shape(128, 128, 64, 3, 4),
+        128: Shape(128, 128, 64, 3, 8),
+        256: Shape(64, 128, 64, 2, 8),
+    },
+}
+
+
+def coded_width_of(uses: int, experts: int) -> int:
+    """`width_of` for codes: wider where experts have many uses, since each tile decodes the weights anew."""
+    return 256 if uses > 96 * experts else width_of(uses, experts)
 
 
 def grouped_coded(
@@ -178,9 +214,13 @@ def grouped_coded(
     """`grouped` of many.py with coded weights w [E, rows, K]."""
     _, rows, length = w.shape
     on = pdl.supported(x.device)
-    shape = (LONG if length > 2048 else SHORT)[uses.width]
+    shape = SHAPES[w.bits, length > 2048][uses.width]
     columns = max(16, min(shape.columns, triton.next_power_of_2(rows)))
     depth = max(32, min(shape.depth, triton.next_power_of_2(length)))
+    words, scales, factor = stored(w)
+    four = 64 if w.bits == 4 else 128  # columns under four scales
+    if length % depth == 0 and depth % four == 0:
+        scales = scales.view(torch.int32)
     shared, tokens, shared_tiles = 0, 0, 0
     beside, strides = (x, x, out, out), (1, length, 1)
     if also is not None:
@@ -189,7 +229,7 @@ def grouped_coded(
         beside = (also.x, also.w, also.gammas, also.out)
         strides = (also.share, also.w.stride(1), also.w.stride(0) // length)
     grouped_coded_kernel[(triton.cdiv(rows, columns), shared_tiles + len(uses.expert))](
-        x, *stored(w), uses.order, uses.expert, uses.start, uses.stop, out, *beside, rows, tokens,
+        x, words, scales, factor, uses.order, uses.expert, uses.start, uses.stop, out, *beside, rows, tokens,
         1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
         share, shared, *strides, paired, caps is not None, w.bits, length, uses.width, columns, depth,
         min(shape.dense_depth, depth), uses.width <= 64, shape.stages, on, num_warps=shape.warps, **pdl.launch(on),
