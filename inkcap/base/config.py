@@ -194,6 +194,10 @@ def hub_cache() -> Path:
     return (Path(home).expanduser() if home else Path.home() / ".cache" / "huggingface") / "hub"
 
 
-def engine_environment(**extra: str) -> dict[str, str]:
-    """The environment for a child process of ours: this one's and `extra`."""
-    return {**os.environ, **extra}
+def engine_environment() -> dict[str, str]:
+    """The environment for a process that runs a model.
+
+    OpenMP's threads wait asleep: spinning, as they do by default, they take the cores from the server beside them, and
+    a step on a busy machine of two cores took 10 times as long (docs/log.md). The user's own setting wins.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}

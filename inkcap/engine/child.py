@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from inkcap.base.config import engine_environment
 from inkcap.base.log import logger
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 pass_fds=(child_end,),
                 start_new_session=True,
+                env=engine_environment(),
             )
         finally:
             os.close(child_end)
