@@ -60,8 +60,10 @@ class Envelope:
                 await self.app(scope, receive, tagged)
             else:
                 with self.tracing.span(scope):
-                    await self.app(scope, receive, tagged)
-                    self.tracing.end(status)
+                    try:
+                        await self.app(scope, receive, tagged)
+                    finally:
+                        self.tracing.end(status)
         finally:
             route = scope.get("route")
             handler = route.path if route is not None else "none"

@@ -43,6 +43,8 @@ class Tracing:
             context=self.propagator.extract(headers),
             kind=SpanKind.SERVER,
             attributes=asked,
+            record_exception=False,  # its text may hold what a client sent
+            set_status_on_exception=False,
         ):
             yield
 

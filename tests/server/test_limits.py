@@ -161,7 +161,9 @@ def test_what_came_before_a_head_does_not_count_for_it(site, settings):
         client.sendall(first + b"GET /version HTTP/1.1\r\nhost: x\r\n")  # a second one begins in the same bytes
         said = b""
         while b'"token_strs"' not in said:
-            said += client.recv(65536)
+            piece = client.recv(65536)
+            assert piece, "the server hung up"
+            said += piece
         client.sendall(b"connection: close\r\n\r\n")
         while piece := client.recv(4096):
             said += piece

@@ -66,6 +66,21 @@ def test_a_request_is_a_span_below_its_caller_s(collector, engine, tokenizer, ch
     assert {a.value.string_value for span in spans for a in span.attributes if a.key == "gen_ai.request.id"} > {"rTrue"}
 
 
+def test_a_failure_is_a_failed_span_without_its_text(collector, engine, tokenizer):
+    def broken(_):
+        raise ValueError("the secret")
+
+    engine.submit = broken
+    address, spans = collector
+    config = EngineConfig(model=ModelConfig(path="demo"), server=ServerConfig(trace_endpoint=address))
+    with contextlib.closing(Site(engine, config, tokenizer)) as site:
+        assert httpx.post(site.url + "/v1/chat/completions", json=ASK).status_code == 500
+        assert httpx.get(site.url + "/version").status_code == 200
+    failed, fine = spans
+    assert (failed.status.code, fine.status.code) == (2, 0)
+    assert "secret" not in str(failed)
+
+
 def test_without_opentelemetry_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "inkcap.server.tracing", None)  # importing it fails
     with pytest.raises(ConfigInvalid, match=r"pip install 'inkcap\[trace\]'"):
