@@ -53,6 +53,7 @@ TEXTS = [
     '{"name": "Zoë", "age": 7}',
     '{"age": 12, "name": "x"}',
 ]
+STRING = {"type": "string"}
 ASKED: dict[str, dict[str, Any]] = {
     "required": {"tools": TOOLS, "tool_choice": "required"},
     "named": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "save_person"}}},
@@ -61,9 +62,17 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def cost(path: str, rounds: int) -> None:
-    """Print times of one row's mask, of a batch of 64, and of setting logits by it."""
+    """Print times of masks for a schema whose strings have any length, and for one whose strings are bounded."""
     tokenizer, compiler = Tokenizer.load(path), Compiler.load(path)
-    wish = read_wish(formats={"response_format": ASKED["json_schema"]["response_format"]})
+    unbounded = {**PERSON, "properties": {**PERSON["properties"], "name": STRING, "email": STRING}}
+    for what, schema in (("strings of any length", unbounded), ("strings of bounded length", PERSON)):
+        print(what)
+        cost_of(schema, tokenizer, compiler, rounds)
+
+
+def cost_of(schema: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler, rounds: int) -> None:
+    """Print times of one row's mask, of a batch of 64, and of setting logits by it."""
+    wish = read_wish(formats={"guided_json": schema})
     rules = wish.rules(Start.BETWEEN, {})
     assert rules is not None, "a format is a rule"
     prompt = [1]
@@ -131,7 +140,7 @@ def sample(path: str, count: int, seed: int = 1, tokens: int = 100) -> dict[str,
         for kind, asked in ASKED.items():
             began = time.perf_counter()
             params = [
-                SamplingParams(temperature=1.5, max_tokens=tokens, seed=seed * 1000 + i, logit_bias={END_TURN: 6.0})
+                SamplingParams(temperature=1.5, max_tokens=tokens, seed=seed * 1000 + i, logit_bias={END_TURN: 60.0})
                 for i in range(count)
             ]
             messages = [[{"role": "user", "content": f"Number {i}, please."}] for i in range(count)]
