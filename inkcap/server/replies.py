@@ -180,7 +180,7 @@ def usage_of(prompt: int, completion: int, cached: int, reasoning: int | None = 
 
 
 def merged(deltas: list[TokenDelta]) -> TokenDelta:
-    """Several deltas of one sequence as one."""
+    """Several deltas of one sequence as one, for what makes text of them: times are not carried over."""
     if len(deltas) == 1:
         return deltas[0]
     first, last = deltas[0], deltas[-1]
@@ -194,8 +194,6 @@ def merged(deltas: list[TokenDelta]) -> TokenDelta:
         cached_tokens=first.cached_tokens,
         prompt_logprobs=first.prompt_logprobs,
         error=last.error,
-        queue_seconds=first.queue_seconds,
-        preemptions=sum([delta.preemptions for delta in deltas]),
     )
 
 
