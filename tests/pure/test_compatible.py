@@ -116,6 +116,5 @@ def test_every_flag_of_the_table_answers():
 def test_the_command_refuses_before_it_starts(capsys):
     assert main(["serve", "nowhere", "--enable_expert_parallel"]) == 2
     assert capsys.readouterr().err == "inkcap serve: --enable-expert-parallel is refused: it is not built yet\n"
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "nowhere", "--enable-warp-drive"])
-    assert "--enable-warp-drive" in capsys.readouterr().err + str(ended.value)
+    assert main(["serve", "nowhere", "--enable-warp-drive"]) == 2
+    assert "--enable-warp-drive" in capsys.readouterr().err

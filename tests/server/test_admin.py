@@ -109,6 +109,8 @@ def test_metrics(call, engine, chat_answer):
     assert values[f"vllm:iteration_tokens_total_count{{{labels}}}"] == 3
     assert values[f'vllm:iteration_tokens_total_bucket{{{labels},le="8"}}'] == 2
     assert values[f"vllm:request_queue_time_seconds_sum{{{labels}}}"] == 1.0  # as the fake engine says, twice 0.5
+    for part in ("prefill", "inference"):  # less than it says there, so nothing is left for these
+        assert values[f"vllm:request_{part}_time_seconds_sum{{{labels}}}"] == 0
     for part in ("prefill", "decode", "inference"):
         assert values[f"vllm:request_{part}_time_seconds_count{{{labels}}}"] == 2
     assert values[f'vllm:request_num_preemptions_bucket{{{labels},le="1"}}'] == 0
