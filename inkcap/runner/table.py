@@ -173,7 +173,7 @@ class RowTable:
             made.biases = biases.clamp(-BIAS_LIMIT, BIAS_LIMIT)
         if allowed is not None:
             made.forbidden = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
-            made.forbidden[self._ids(allowed)] = False
+            made.forbidden.index_fill_(0, self._ids(allowed), False)
         # a word with an id that does not exist cannot come about
         if words := [word for word in setup.bad_words_ids if word and 0 <= min(word) <= max(word) < self.vocab_size]:
             made.bad_words = self._bad_words(words)
@@ -182,7 +182,7 @@ class RowTable:
             made.presence, made.frequency = params.presence_penalty, params.frequency_penalty
             known = self._ids(setup.tokens)
             made.seen = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-            made.seen[known] = True
+            made.seen.index_fill_(0, known, True)
             output = known[setup.prompt_length :]
             made.counts = torch.zeros(self.vocab_size, dtype=torch.int32, device=self.device)
             made.counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))

@@ -195,9 +195,10 @@ class Worker:
             return
         recorder = Recorder(self.device)
         graphs.capture(recorder)
-        mixed = MixedGraphs(graphs)
-        mixed.capture(recorder)
-        self.graphs, self.mixed = graphs, mixed
+        self.graphs = graphs
+        if self.config.model.mixed_graphs:
+            self.mixed = MixedGraphs(graphs)
+            self.mixed.capture(recorder)
 
     def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> Sampled:
         """Draw for the entries of the work that sample, and add what was drawn to their rows."""

@@ -102,8 +102,8 @@ def _mask(logits: Tensor, extras: RowExtras, known: Tensor) -> None:
     if not early and extras.bad_words is None:
         return
     masked = logits.clone()
-    if early:
-        masked[extras.stops] = -torch.inf
+    if early and extras.stops is not None:
+        masked.index_fill_(0, extras.stops, -torch.inf)
     if extras.bad_words is not None:
         _mask_bad_words(masked, extras.bad_words, known)
     logits.copy_(torch.where(masked.isneginf().all(), logits, masked))

@@ -62,4 +62,6 @@ def test_logits_that_are_not_numbers_fail_the_step():
 
 def test_the_largest_step_is_measured():
     worker = make_worker(GPU, graphs=False)
-    assert 0 < measure_step(worker.config, worker.model, GPU) < 1 << 24
+    assert (
+        0 < measure_step(worker.config, worker.model, GPU) < 1 << 28
+    )  # the workspace of a library's product is most of it
