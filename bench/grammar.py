@@ -105,6 +105,9 @@ def cost_of(schema: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler, ro
                 RowSetup(row=row, tokens=prompt + said, prompt_length=1, params=SamplingParams(), seed=0, rules=rules)
             )
         guides.open(setups)
+        guides.masks(rows)
+        said = [len(setup.tokens) - 1 for setup in setups]
+        guides.drawn(rows, torch.tensor([lines[row % len(lines)][said[row]] for row in rows]))
         began = time.perf_counter()
         masks = guides.masks(rows)
         together.append(time.perf_counter() - began)

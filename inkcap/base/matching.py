@@ -133,7 +133,6 @@ class Compiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self._pool = ThreadPoolExecutor(COMPILERS, "grammar")
-        self._filler = llguidance.LLExecutor()
         self.names: dict[tuple[bytes, ...], tuple[int, ...]] = {}
 
     @classmethod
@@ -158,13 +157,13 @@ class Compiler:
         return Matcher(self.begin(grammar).result().deep_copy())
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], address: int, rows: int) -> None:
-        """Write masks to memory of `rows` rows of WORDS words: bit t of the row is set if token t may come next."""
-        if len(matchers) == 1:
-            matcher, row = matchers[0]
+        """Write masks to memory of `rows` rows of WORDS words: bit t of the row is set if token t may come next.
+
+        One after another: copies of a matcher share a lock, so llguidance's own threads only made it slower.
+        """
+        for matcher, row in matchers:
+            assert row < rows, f"row {row} of {rows}"
             matcher.inner.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
-        elif matchers:
-            pairs = [(matcher.inner, row) for matcher, row in matchers]
-            self._filler.unsafe_compute_mask_ptr(pairs, address, ROW_BYTES, rows)
 
     def spelling(self, texts: tuple[bytes, ...]) -> tuple[int, ...]:
         """Tokens with which one of `texts`, none of them empty, may begin."""
