@@ -333,7 +333,13 @@ def prompts_of(batch: int, length: int, vocabulary: int) -> list[list[int]]:
 
 def config_of(rows: int, longest: int, step_tokens: int, args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(path="random", max_length=-(-longest // 64) * 64, device=args.device, graphs=not args.eager),
+        model=ModelConfig(
+            path="random",
+            max_length=-(-longest // 64) * 64,
+            device=args.device,
+            graphs=not args.eager,
+            mixed_graphs=args.mixed_graphs,
+        ),
         cache=CacheConfig(prefix=False),
         sched=SchedConfig(rows=rows, step_tokens=step_tokens, chunk=step_tokens),
         ops=dict(pair.split("=") for pair in args.ops),
@@ -402,6 +408,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--cut", action="store_true", help="as one of several ranks, the sum over them left out")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--mixed-graphs", action="store_true", help="capture mixed steps too")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--logprobs", type=int, default=None)
@@ -519,6 +526,7 @@ def main() -> None:
                 "batch": batch,
                 "context": context,
                 "tokens": int(own),
+                "graphs": args.mixed_graphs,
                 "without_ms": round(sorted(plain)[len(plain) // 2] * 1e3, 3),
                 "with_ms": round(sorted(mixed)[len(mixed) // 2] * 1e3, 3),
                 "steps": [len(plain), len(mixed)],

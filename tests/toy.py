@@ -78,7 +78,7 @@ class Toy:
 def make_worker(device: torch.device, *, graphs: bool, rows: int = 6) -> Worker:
     """A worker over a cache full of NaN."""
     config = EngineConfig(
-        model=ModelConfig(path="toy", graphs=graphs),
+        model=ModelConfig(path="toy", graphs=graphs, mixed_graphs=graphs),
         cache=CacheConfig(memory_bytes=1 << 20, keep_every=64),
         sched=SchedConfig(rows=rows, step_tokens=48, chunk=32),
     )

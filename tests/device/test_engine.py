@@ -66,7 +66,7 @@ def worker(device: torch.device, dtype: torch.dtype, *, graphs: bool = True, row
     model = Inkling(SHAPE, Comm.alone(), dtype, device)
     fill(model)
     config = EngineConfig(
-        model=ModelConfig(path="random", graphs=graphs),
+        model=ModelConfig(path="random", graphs=graphs, mixed_graphs=graphs),
         cache=CacheConfig(memory_bytes=256 << 20),
         sched=SchedConfig(rows=rows, step_tokens=512, chunk=256),
         ops={} if device.type == "cuda" else dict.fromkeys(OPS, "ref"),
