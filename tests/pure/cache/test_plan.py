@@ -93,9 +93,7 @@ def test_any_plan_fits_or_says_why(
     budget: int, rows: int, step_tokens: int, drafts: int, max_length: int, prefix: bool
 ) -> None:
     lag = max(0, drafts - 1)
-    load = Load(
-        rows=rows, step_tokens=step_tokens, chunk=1024, keep_every=1024, drafts=drafts, lag=lag, prefix=prefix
-    )
+    load = Load(rows=rows, step_tokens=step_tokens, chunk=1024, keep_every=1024, drafts=drafts, lag=lag, prefix=prefix)
     try:
         plan = plan_memory([FULL, WINDOW, SCONV], budget, load, max_length=max_length, prefix=prefix)
     except NotEnoughMemory:
