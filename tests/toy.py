@@ -8,6 +8,7 @@ import torch
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
 from inkcap.base.request import GenerateRequest, SamplingParams
 from inkcap.base.sampling import TokenRules
+from inkcap.base.step import StepPlan
 from inkcap.cache.state import LayerState, Plane
 from inkcap.parallel.comm import Comm
 from inkcap.runner.worker import Worker
@@ -141,4 +142,6 @@ def run(worker: Worker, wanted: list[GenerateRequest], depth: int) -> dict[str, 
                 tokens += delta.tokens
                 chances += delta.logprobs or []
                 ends += [delta.finish] if delta.finish else []
+    still = [row for row, setup in enumerate(worker.table.setups) if setup is not None]
+    worker.run(StepPlan(step=0, closed=still))  # so that the worker can be used again
     return found

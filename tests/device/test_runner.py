@@ -6,8 +6,6 @@ import pytest
 import torch
 from toy import PARAMS, RICH, make_worker, requests, run
 
-from inkcap.runner.memory import measure_step
-
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -58,10 +56,3 @@ def test_logits_that_are_not_numbers_fail_the_step():
     worker.model.mix.fill_(float("nan"))
     with pytest.raises(Exception, match="not finite"):
         run(worker, requests(PARAMS, 1, seed=1), 1)
-
-
-def test_the_largest_step_is_measured():
-    worker = make_worker(GPU, graphs=False)
-    assert (
-        0 < measure_step(worker.config, worker.model, GPU) < 1 << 28
-    )  # the workspace of a library's product is most of it
