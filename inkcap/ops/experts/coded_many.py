@@ -162,7 +162,8 @@ class Shape:
 
 
 # by bits of a code, whether rows of weights are long, and width of a tile of uses; the scales of a tile are four bytes
-# of a row or more, so that they are fetched ahead like the codes
+# of a row or more, so that they are fetched ahead like the codes. Chosen for programs that fit a multiprocessor at once
+# (16, 32) and for few decodings (256); timed only as whole steps, not against others
 SHAPES = {
     (4, True): {
         16: Shape(64, 128, 64, 3, 4),

@@ -26,7 +26,8 @@ from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Route
 TOGETHER = 64  # tokens up to which shared experts share the launches of the routed ones
 COMBINED = 1024  # channels of a program that sums over experts
 UP, DOWN = (2, 8), (4, 4)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
-UP_CODED, DOWN_CODED = (4, 2, 2), (8, 8)  # the same for codes; in the middle rows of shared experts
+# for codes: rows of a program, rows of a program of shared experts, warps; rows, warps. Run on an H200, never swept
+UP_CODED, DOWN_CODED = (4, 2, 2), (8, 8)
 
 
 def up(
