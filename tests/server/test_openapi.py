@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase
 from schemathesis import GenerationMode
 
-EXAMPLES = 8  # of each operation and mode
+EXAMPLES = 16  # of each operation and mode
 
 
 @pytest.fixture
