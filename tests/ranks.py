@@ -29,6 +29,9 @@ class ThreadComm:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(sum(self.exchange(x)))
 
+    def all_max(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self.exchange(x)).amax(0))
+
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return torch.cat(self.exchange(x), dim)
 

@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
-from inkcap.base.errors import ConfigInvalid
-from inkcap.base.formats import Numerics
 from inkcap.layers.batch import Batch
 from inkcap.layers.formats import Grid, Stored, matrices
 from inkcap.layers.linear import prefixed
 from inkcap.layers.router import SigmoidRouter, SinkRouter
 from inkcap.layers.sconv import ShortConv
+from inkcap.ops.act.ref import swiglu
 from inkcap.ops.experts.ref import (
     experts_down,
     experts_settle,
@@ -18,6 +17,7 @@ from inkcap.ops.experts.ref import (
     routed_settle,
     routed_up,
 )
+from inkcap.ops.linear.ref import project
 from inkcap.ops.quantize.coded import Weights
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Activated, Caps, Normed, Routed
@@ -25,11 +25,7 @@ from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Share, Slot, split
 
 DENSE = Stored()
-
-
-def exact(x: Tensor) -> Tensor:
-    """Activations that are not rounded."""
-    return x
+ALONE = Comm.alone()
 
 
 class RoutedMatrices:
@@ -50,6 +46,10 @@ class RoutedMatrices:
         """Called once the slots are filled."""
         self.up.unpack()
         self.down.unpack()
+
+    def rounded_up(self, rows: Normed) -> Normed:
+        """Normed rows [T, C] as w13's format has them; every rank has all of each."""
+        return rows.replaced(self.up.round_inputs(rows.tensor(), ALONE))
 
     def w13(self) -> Weights:
         """[E, 2 I, C]."""
@@ -116,12 +116,21 @@ class Experts:
         return sconv(product, conv.taps, view, batch.packing, plane=conv.plane, residual=residual), None
 
 
-class RoutedExperts:
-    """`router` chooses among `experts` gated MLPs of `units` each, whose activation has soft caps; none is shared.
-
-    With reference numerics, both products see activations rounded as the format of their weights wants it; the router
-    never does.
+class RoundedExperts(Experts):
+    """The same with reference numerics: both products of the routed experts see activations rounded as their format
+    wants it. The router and the shared experts, which are stored dense, never do.
     """
+
+    def __call__(self, rows: Normed) -> Activated:
+        """As `Experts`; the halves are separate, since they see other rows."""
+        route = self.router(rows)
+        act = routed_up(self.routed.rounded_up(rows), route, self.routed.w13(), None)
+        shared = project(rows, self.shared_w13.flatten(0, 1)).unflatten(1, (len(self.shared_w13), -1))
+        return Activated(self.routed.down.round_inputs(act, self.comm), swiglu(shared, route.gammas), route)
+
+
+class RoutedExperts:
+    """`router` chooses among `experts` gated MLPs of `units` each, whose activation has soft caps; none is shared."""
 
     def __init__(
         self,
@@ -135,17 +144,11 @@ class RoutedExperts:
         device: torch.device,
         stored: Stored = DENSE,
     ) -> None:
-        rounds = stored.numerics is Numerics.REFERENCE
-        if rounds and comm.size > 1:
-            # a row of activations has one factor, of which each rank would see another part
-            raise ConfigInvalid("reference numerics need parallel.tp 1; use w4a16 with several ranks")
         self.router = router
         self.caps = caps
         self.comm = comm
         units_here = split(units, comm, "width of an expert")
         self.routed = RoutedMatrices(experts, units_here, channels, stored, dtype, device)
-        self.round_up = self.routed.up.round_inputs if rounds else exact
-        self.round_down = self.routed.down.round_inputs if rounds else exact
 
     def slots(self) -> dict[str, Slot]:
         """`router.*`, `experts.w13` [E, 2 I, C] and `experts.w2` [E, C, I]."""
@@ -154,8 +157,7 @@ class RoutedExperts:
     def __call__(self, rows: Normed) -> tuple[Tensor, Routed]:
         """Normed rows [T, C] to the activations [T, K, this rank's units] of the chosen experts, and the choice."""
         route = self.router(rows)
-        seen = rows.replaced(self.round_up(rows.tensor()))
-        return self.round_down(routed_up(seen, route, self.routed.w13(), self.caps)), route
+        return routed_up(rows, route, self.routed.w13(), self.caps), route
 
     def settle(
         self, rows: tuple[Tensor, Routed], residual: Tensor | None, conv: ShortConv, batch: Batch
@@ -178,3 +180,13 @@ class RoutedExperts:
         product = self.comm.all_reduce(routed_down(act, route, self.routed.w2()))
         settled = sconv(product, conv.taps, view, batch.packing, plane=conv.plane, scale=conv.scale, residual=residual)
         return settled, None
+
+
+class RoundedRoutedExperts(RoutedExperts):
+    """The same with reference numerics: both products see activations rounded as their format wants it."""
+
+    def __call__(self, rows: Normed) -> tuple[Tensor, Routed]:
+        """As `RoutedExperts`."""
+        route = self.router(rows)
+        act = routed_up(self.routed.rounded_up(rows), route, self.routed.w13(), self.caps)
+        return self.routed.down.round_inputs(act, self.comm), route

@@ -20,6 +20,7 @@ from inkcap.ops.quantize.ref import (
     nvfp4_encode,
     nvfp4_encode_four_over_six,
 )
+from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Share, Slot
 
 
@@ -55,6 +56,11 @@ class Stored:
     w2: WeightFormat = WeightFormat.DENSE
     numerics: Numerics = Numerics.W4A16
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether what the matrices multiply is rounded."""
+        return self.numerics is Numerics.REFERENCE and (self.w13, self.w2) != (WeightFormat.DENSE, WeightFormat.DENSE)
+
 
 def keeps_codes(codes: Tensor) -> bool:
     """Whether ops multiply with codes where these are: on a GPU."""
@@ -74,8 +80,11 @@ class Matrices(Protocol):
         """Called once all slots are filled: make `weights`."""
         ...
 
-    def round_inputs(self, x: Tensor) -> Tensor:
-        """x [..., columns] as the publishers' kernels for this format round what they multiply, in the dtype of x."""
+    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
+        """x [..., columns] as the publishers' kernels for this format round what they multiply, in the dtype of x.
+
+        `comm`: the ranks that hold the other columns of these rows; what comes out does not depend on their number.
+        """
         ...
 
 
@@ -95,7 +104,7 @@ class DenseMatrices:
     def unpack(self) -> None:
         """Nothing is packed."""
 
-    def round_inputs(self, x: Tensor) -> Tensor:
+    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
         """As it is."""
         return x
 
@@ -137,9 +146,9 @@ class Nvfp4Matrices:
             self.weights = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype)
         del self.codes, self.scales
 
-    def round_inputs(self, x: Tensor) -> Tensor:
-        """Four-over-Six with a factor per row, its limit that of the weights' denominator."""
-        return nvfp4_decode(*nvfp4_encode_four_over_six(x, x.abs().amax(-1), self.limit), x.dtype)
+    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
+        """Four-over-Six with a factor per whole row, its limit that of the weights' denominator."""
+        return nvfp4_decode(*nvfp4_encode_four_over_six(x, comm.all_max(x.abs().amax(-1)), self.limit), x.dtype)
 
 
 class Nvfp4Scale2Matrices(Nvfp4Matrices):
@@ -165,7 +174,7 @@ class Nvfp4Scale2Matrices(Nvfp4Matrices):
         """As stored: a multiplier, [E] fp32."""
         return self.amax
 
-    def round_inputs(self, x: Tensor) -> Tensor:
+    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
         """NVFP4 with the one factor that the checkpoint's input_amax gives."""
         factor = self.input_amax[0] / (E2M1_MAX * E4M3_MAX)
         return nvfp4_decode(*nvfp4_encode(x, factor), factor, x.dtype)
@@ -198,7 +207,7 @@ class Mxfp8Matrices:
             self.weights = mxfp8_decode(self.codes, self.scales, self.dtype)
         del self.codes, self.scales
 
-    def round_inputs(self, x: Tensor) -> Tensor:
+    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
         """MXFP8 with scales rounded up."""
         return mxfp8_decode(*mxfp8_encode(x), x.dtype)
 

@@ -37,7 +37,6 @@ class Generation:
     tables: tuple[Table, ...]  # the dialects of its checkpoints
     nvfp4: WeightFormat  # the layout of NVFP4
     mxfp8: bool  # whether there is MXFP8 too
-    numerics: tuple[Numerics, ...]  # that its experts can run in
     layers: Callable[[Mapping[str, object]], int]  # how many there are
     quantised: Callable[[Mapping[str, object]], range]  # layers that are quantised where any is
     build: Callable[[Mapping[str, object], Comm, torch.dtype, torch.device, Mapping[int, Stored]], Model]
@@ -117,7 +116,6 @@ INKLING = Generation(
     tables=INKLING_TABLES,
     nvfp4=WeightFormat.NVFP4_SCALE2,
     mxfp8=False,
-    numerics=(Numerics.W4A16,),
     layers=count_inkling,
     quantised=quantised_inkling,
     build=build_inkling,
@@ -127,7 +125,6 @@ INKLING2 = Generation(
     tables=INKLING2_TABLES,
     nvfp4=WeightFormat.NVFP4,
     mxfp8=True,
-    numerics=(Numerics.W4A16, Numerics.REFERENCE),
     layers=count_inkling2,
     quantised=quantised_inkling2,
     build=build_inkling2,
@@ -184,26 +181,17 @@ def load_model(
 ) -> Model:
     """Build the model that `directory` (see base.checkpoint.find_checkpoint) holds, and load this rank's part of it.
 
-    Raises CheckpointUnreadable, CheckpointMismatch, and ConfigInvalid when the ranks cannot share the model evenly or
-    it cannot run in such numerics.
+    Raises CheckpointUnreadable, CheckpointMismatch, and ConfigInvalid when the ranks cannot share the model evenly.
     """
     config = read_config(directory)
     entry = find_entry(config)
     generation = entry.generation
-    check_numerics(entry, numerics)
     checkpoint = Checkpoint(directory)
     stored = find_stored(checkpoint, config, generation.layers(config), generation.experts, numerics)
     model = generation.build(config, comm, dtype, device, stored)
     load(checkpoint, model.slots(), generation.tables, progress=progress)
     model.unpack()
     return model
-
-
-def check_numerics(entry: Entry, numerics: Numerics) -> None:
-    """Raise ConfigInvalid when models of this kind cannot run so."""
-    if numerics not in entry.generation.numerics:
-        can = ", ".join(entry.generation.numerics)
-        raise ConfigInvalid(f"model.numerics is {numerics}, which {entry.architecture} cannot run in; it can in {can}")
 
 
 DEMOS = {"inkling": write_inkling_demo, "inkling2": write_inkling2_demo, "inkling2-mini": write_mini_demo}

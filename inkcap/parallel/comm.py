@@ -1,4 +1,4 @@
-"""Collectives of one group of ranks: seven verbs that do nothing for a group of one.
+"""Collectives of one group of ranks: eight verbs that do nothing for a group of one.
 
 There is no default group: whoever needs to talk gets a `Comm`. gloo carries CPU tensors, NCCL those of a GPU.
 The verbs call the process group itself: the functions of torch.distributed want a registered, global one.
@@ -69,6 +69,15 @@ class Comm:
         assert x.is_contiguous(), "all_reduce needs a contiguous tensor"
         if self.group is not None:
             self.group.allreduce([x]).wait()
+        return x
+
+    def all_max(self, x: Tensor) -> Tensor:
+        """The largest over ranks, in place; `x` must be contiguous. Returns `x`."""
+        assert x.is_contiguous(), "all_max needs a contiguous tensor"
+        if self.group is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
+            self.group.allreduce([x], options).wait()
         return x
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from inkcap.base.checkpoint import find_checkpoint, read_config
 from inkcap.base.config import Choice, EngineConfig
 from inkcap.base.formats import Numerics
-from inkcap.models.registry import check_numerics, find_entry, find_stored
+from inkcap.models.registry import find_entry, find_stored
 from inkcap.ops.dispatch import bind, table
 from inkcap.parallel.comm import Comm
 from inkcap.runner.load import device_for, dtype_for
@@ -26,7 +26,6 @@ def outline(config: EngineConfig) -> str:
     generation = entry.generation
     paper = torch.device("meta")
     layers, numerics = generation.layers(fields), Numerics(config.model.numerics)
-    check_numerics(entry, numerics)
     stored = find_stored(Checkpoint(directory), fields, layers, generation.experts, numerics, check=False)
     model = generation.build(fields, Comm.outline(config.parallel.tp), dtype, paper, stored)
     formats = sorted({form for layer in stored.values() for form in (layer.w13, layer.w2)})

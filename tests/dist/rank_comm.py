@@ -23,6 +23,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64):
     results[str(dtype)] = {
         "all_reduce": kept.tolist(),
         "in_place": kept is total,
+        "all_max": comm.all_max(x.clone()).tolist(),
         "reduce_scatter": [comm.reduce_scatter(x, dim).tolist() for dim in (0, 1)],
         "all_gather": [comm.all_gather(x, dim).tolist() for dim in (0, 1)],
         "all_gather_strided": comm.all_gather(x.t(), 0).tolist(),

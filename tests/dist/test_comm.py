@@ -22,6 +22,7 @@ def test_two_ranks_over_gloo(two):
         for rank, got in enumerate((zero[str(dtype)], one[str(dtype)])):
             assert got["all_reduce"] == (x0 + x1).tolist()
             assert got["in_place"]
+            assert got["all_max"] == x1.tolist()
             assert got["reduce_scatter"] == [(x0 + x1).chunk(2, dim)[rank].tolist() for dim in (0, 1)]
             assert got["all_gather"] == [torch.cat([x0, x1], dim).tolist() for dim in (0, 1)]
             assert got["all_gather_strided"] == torch.cat([x0.t(), x1.t()]).tolist()
@@ -43,6 +44,7 @@ def test_a_group_of_one_hands_back_what_it_got():
     comm = Comm.alone()
     x = X.clone()
     assert comm.all_reduce(x) is x
+    assert comm.all_max(x) is x
     assert comm.reduce_scatter(x) is x
     assert comm.all_gather(x, 1) is x
     assert comm.all_to_all(x, [4], [4]) is x

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from packed import packed
 
 from inkcap.base.errors import ConfigInvalid
 from inkcap.base.formats import WeightFormat
 from inkcap.layers import formats
 from inkcap.layers.formats import Grid, matrices
-from inkcap.ops.quantize import ref
 from inkcap.ops.quantize.coded import Coded
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Share, split
@@ -19,20 +19,8 @@ EXPERTS, ROWS, COLUMNS = 3, 10, 128
 def parts(stored):
     """The tensors of a checkpoint by slot name, and the exact values they mean."""
     draw = torch.Generator().manual_seed(4)
-    x = torch.randn(EXPERTS, ROWS, COLUMNS, generator=draw)
-    if stored is WeightFormat.DENSE:
-        return {"w": x}, x
-    if stored is WeightFormat.MXFP8:
-        codes, scales = ref.mxfp8_encode(x)
-        return {"w.codes": codes, "w.scales": scales}, ref.mxfp8_decode(codes, scales)
-    amax, denominator = x.abs().amax((1, 2)), torch.tensor(1536.0)
-    codes, scales, _ = ref.nvfp4_encode_four_over_six(x, amax, 256.0)
-    exact = ref.nvfp4_decode(codes, scales, amax / denominator)
-    shared = {"w.codes": codes, "w.scales": scales}
-    if stored is WeightFormat.NVFP4:
-        return {**shared, "w.amax": amax, "w.denominator": denominator}, exact
-    more = {"w.input_amax": torch.tensor([24.0]), "w.original_shape": torch.tensor([EXPERTS, ROWS, COLUMNS])}
-    return {**shared, "w.scale2": amax / denominator, **more}, exact
+    tensors, exact = packed(torch.randn(EXPERTS, ROWS, COLUMNS, generator=draw), stored)
+    return {"w" + ending: tensor for ending, tensor in tensors.items()}, exact
 
 
 def grids(dim, ranks):
@@ -95,6 +83,6 @@ def test_rows_are_rounded_under_a_static_factor():
     x = torch.zeros(2, 32)
     x[0, :4] = torch.tensor([24.0, 12.0, 8.0, -4.0])
     x[1, 0] = 1e6
-    got = held.round_inputs(x)
+    got = held.round_inputs(x, Comm.alone())
     assert torch.allclose(got[0, :4], x[0, :4], rtol=1e-6)
     assert got[1, 0] == pytest.approx(24.0)

@@ -14,12 +14,10 @@ import inkcap.models.quantize as quantize_module
 from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid, NotEnoughMemory
 from inkcap.base.formats import Numerics, WeightFormat
 from inkcap.base.log import logger
-from inkcap.layers.experts import RoutedExperts
-from inkcap.layers.formats import Stored
 from inkcap.models.inkling import demo
 from inkcap.models.quantize import Settings, quantize
 from inkcap.models.registry import load_model
-from inkcap.ops.act.ref import swiglu_capped
+from inkcap.ops.act.ref import swiglu, swiglu_capped
 from inkcap.ops.quantize import ref
 from inkcap.ops.values import Caps, Normed
 from inkcap.parallel.comm import Comm
@@ -126,14 +124,32 @@ def rounded_row(row, layer):
     return ref.nvfp4_decode(*ref.nvfp4_encode_four_over_six(row[None], row.abs().max()[None], 256.0))[0]
 
 
-def test_reference_numerics_are_refused_where_they_are_not_built(mixed, tmp_path):
-    with pytest.raises(ConfigInvalid, match=r"need parallel\.tp 1"):
-        RoutedExperts(
-            None, 64, 4, 32, None, Comm(0, 2, object()), torch.float32, CPU, Stored(numerics=Numerics.REFERENCE)
-        )
-    demo.write(tmp_path, shape=demo.DemoShape(vocabulary=90, padded_vocabulary=96))
-    with pytest.raises(ConfigInvalid, match=r"model\.numerics is reference, which InklingForConditionalGeneration"):
-        load(tmp_path, numerics=Numerics.REFERENCE)
+def test_reference_numerics_of_the_first_generation(tmp_path):
+    """One factor per layer and product, from the checkpoint; router and shared experts see exact rows."""
+    demo.write(tmp_path / "dense", shape=demo.DemoShape(vocabulary=90, padded_vocabulary=96, hidden=64))
+    quantize(tmp_path / "dense", tmp_path / "packed", Settings(format="nvfp4"), progress=False)
+    calibrated = {EXPERT.format(4, "w13") + ".input_amax": 5.0, EXPERT.format(4, "w2") + ".input_amax": 0.75}
+    packed = rewrite(
+        tmp_path / "packed", tmp_path / "calibrated", lambda t: [t[n].fill_(v) for n, v in calibrated.items()]
+    )
+    exact, rounded = load(packed).layers, load(packed, numerics=Numerics.REFERENCE).layers
+    assert type(rounded[2].mlp) is type(exact[2].mlp)  # stored dense
+    rows = Normed(torch.randn(5, 64), torch.ones(64), 1e-6)
+
+    def seen(x, amax):
+        factor = torch.tensor(amax / 2688)
+        return ref.nvfp4_decode(*ref.nvfp4_encode(x, factor), factor)
+
+    with torch.inference_mode():
+        plain, act = exact[4].mlp(rows), rounded[4].mlp(rows)
+        assert torch.equal(act.route.choice, plain.route.choice)
+        assert torch.equal(act.route.weights, plain.route.weights)
+        torch.testing.assert_close(act.shared, plain.shared)
+        assert not torch.allclose(act.routed, plain.routed, rtol=1e-3)
+        for token, x in enumerate(seen(rows.tensor(), 5.0)):
+            for place, expert in enumerate(act.route.choice[token].tolist()):
+                want = seen(swiglu(rounded[4].mlp.routed.w13()[expert] @ x), 0.75)
+                torch.testing.assert_close(act.routed[token, place], want, rtol=1e-5, atol=1e-6)
 
 
 def test_errors_are_those_of_the_formats(dense, tmp_path):

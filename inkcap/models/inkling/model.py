@@ -25,7 +25,7 @@ from inkcap.cache.state import LayerState, Plane
 from inkcap.layers.attention import Heads, RelBias
 from inkcap.layers.batch import Batch
 from inkcap.layers.embed import Head, NormedEmbedding
-from inkcap.layers.experts import Experts
+from inkcap.layers.experts import Experts, RoundedExperts
 from inkcap.layers.formats import Stored
 from inkcap.layers.linear import Row, prefixed
 from inkcap.layers.mlp import GatedMlp
@@ -194,7 +194,8 @@ def build_mlp(
         dtype,
         device,
     )
-    return Experts(
+    kind = RoundedExperts if stored.rounds_inputs else Experts
+    return kind(
         router,
         config.hidden_size,
         config.n_routed_experts,

@@ -5,7 +5,7 @@ import torch
 from inkcap.cache.state import LayerState, Plane
 from inkcap.layers.attention import Heads
 from inkcap.layers.blockstream import BlockMix, RunningSum
-from inkcap.layers.experts import RoutedExperts
+from inkcap.layers.experts import RoundedRoutedExperts, RoutedExperts
 from inkcap.layers.formats import Stored
 from inkcap.layers.linear import Row
 from inkcap.layers.norm import RMSNorm
@@ -125,12 +125,13 @@ def build_sublayers(
     )
     caps = Caps(config.mlp_gate_softcap, config.mlp_up_softcap)
     units = config.moe_intermediate_size
+    kind = RoundedRoutedExperts if stored.rounds_inputs else RoutedExperts
     return Sublayers(
         attn_out=Row(heads.query.times(heads.size), channels, comm, dtype, device),
         attn_sconv=ShortConv(every, config.conv_kernel_size, 2, device, static_scale(geometry)),
         mlp_mix=BlockMix(channels, 1, MIX_EPS, device),
         mlp_norm=build_norm(config, dtype, device),
-        mlp=RoutedExperts(router, channels, config.n_routed_experts, units, caps, comm, dtype, device, stored),
+        mlp=kind(router, channels, config.n_routed_experts, units, caps, comm, dtype, device, stored),
         mlp_sconv=ShortConv(every, config.conv_kernel_size, 3, device, static_scale(geometry)),
         opens_block=config.opens_block(layer),
     )

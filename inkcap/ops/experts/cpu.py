@@ -82,9 +82,9 @@ def experts_down_cpu(act: Activated, w2: Weights, shared_w2: Tensor) -> Tensor:
 
 
 @routed_up.implement("cpu", when=lambda device: device.type == "cpu")
-def routed_up_cpu(rows: Normed, route: Routed, w13: Weights, caps: Caps) -> Tensor:
+def routed_up_cpu(rows: Normed, route: Routed, w13: Weights, caps: Caps | None) -> Tensor:
     """`routed_up` of the reference."""
-    return up_cpu(rows.tensor(), route, w13, partial(swiglu_capped, caps=caps))
+    return up_cpu(rows.tensor(), route, w13, swiglu if caps is None else partial(swiglu_capped, caps=caps))
 
 
 @routed_down.implement("cpu", when=lambda device: device.type == "cpu")

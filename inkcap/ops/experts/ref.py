@@ -57,8 +57,8 @@ def experts_settle(
 
 
 @op
-def routed_up(rows: Normed, route: Routed, w13: Weights, caps: Caps) -> Tensor:
-    """First half of routed experts alone: product and soft-capped activation, [T, K, I].
+def routed_up(rows: Normed, route: Routed, w13: Weights, caps: Caps | None) -> Tensor:
+    """First half of routed experts alone: product and activation, soft-capped where there are caps, [T, K, I].
 
     rows: [T, C]; w13: [E, 2 I, C], gate and up rows interleaved. The product is rounded before the activation.
     """
@@ -67,7 +67,7 @@ def routed_up(rows: Normed, route: Routed, w13: Weights, caps: Caps) -> Tensor:
     for expert in route.choice.unique().tolist():
         token, place = (route.choice == expert).nonzero(as_tuple=True)
         up[token, place] = F.linear(x[token], w13[expert])
-    return swiglu_capped(up, caps)
+    return swiglu(up) if caps is None else swiglu_capped(up, caps)
 
 
 @op

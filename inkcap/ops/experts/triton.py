@@ -199,7 +199,7 @@ def experts_settle_triton(
 
 
 @routed_up.implement("triton", when=lambda device: device.type == "cuda")
-def routed_up_triton(rows: Normed, route: Routed, w13: Weights, caps: Caps) -> Tensor:
+def routed_up_triton(rows: Normed, route: Routed, w13: Weights, caps: Caps | None) -> Tensor:
     """`routed_up` of the reference."""
     return up(rows, route, w13, None, caps)[0]
 
