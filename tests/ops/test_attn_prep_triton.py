@@ -30,6 +30,12 @@ def world(dtype):
     )
 
 
+def taps(apart):
+    """Of k and v, where those of one channel are `apart`: next to each other, or as layers keep them."""
+    made = torch.randn(2, 4, KV * SIZE)
+    return [*made.transpose(1, 2)] if apart else [*made.transpose(1, 2).contiguous()]
+
+
 def same_state(one, other):
     for name, arena in one.arenas.items():
         torch.testing.assert_close(arena, other.arenas[name], equal_nan=True, rtol=1e-3, atol=1e-3)
@@ -53,10 +59,10 @@ def steps(dtype, width, run):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scaling", [None, LogScaling(5, 0.4)], ids=["plain", "scaled"])
-def test_rms_heads(dtype, scaling):
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_rms_heads(dtype, scaling, apart):
     torch.manual_seed(0)
-    taps = [torch.randn(KV * SIZE, 4) for _ in range(2)]
-    weights = HeadWeights(*taps, torch.randn(SIZE), torch.randn(SIZE), 1e-6)
+    weights = HeadWeights(*taps(apart), torch.randn(SIZE), torch.randn(SIZE), 1e-6)
 
     def run(joined, one, other):
         parts = joined.split([HEADS * SIZE, KV * SIZE, KV * SIZE], 1)
@@ -70,8 +76,7 @@ def test_rms_heads(dtype, scaling):
 @pytest.mark.parametrize("scaling", [None, LogScaling(5, 0.4)], ids=["plain", "scaled"])
 def test_clipped_heads(added, scaling):
     torch.manual_seed(0)
-    taps = [torch.randn(KV * SIZE, 4) for _ in range(2)]
-    weights = ClipWeights(*taps, 0.6, torch.rand(HEADS, SIZE), torch.rand(HEADS, STATES), 1.1, 0.8, 1e-6)
+    weights = ClipWeights(*taps(True), 0.6, torch.rand(HEADS, SIZE), torch.rand(HEADS, STATES), 1.1, 0.8, 1e-6)
 
     def run(joined, one, other):
         parts = joined.split([HEADS * SIZE, KV * SIZE, KV * SIZE, HEADS * STATES], 1)
@@ -93,9 +98,7 @@ def test_padding_is_harmless():
     for arena in place.arenas.values():
         arena.copy_(torch.randn(arena.shape))
     batch = place.batch([(1, 9, [0])]).at(0)
-    weights = HeadWeights(
-        torch.randn(KV * SIZE, 4), torch.randn(KV * SIZE, 4), torch.randn(SIZE), torch.randn(SIZE), 1e-6
-    )
+    weights = HeadWeights(*taps(True), torch.randn(SIZE), torch.randn(SIZE), 1e-6)
     x = torch.randn(3, (HEADS + 2 * KV) * SIZE)
     parts = x.split([HEADS * SIZE, KV * SIZE, KV * SIZE], 1)
 

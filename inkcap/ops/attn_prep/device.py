@@ -36,9 +36,15 @@ def old_input(
 
 
 @triton.jit
+def tap_of(taps, channel, held, place: tl.constexpr, s_tap, s_back):
+    """One tap of each channel, fp32; taps are [channels, W] with strides (s_tap, s_back)."""
+    return tl.load(taps + channel * s_tap + place * s_back, mask=held, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def old_taps(
     plane, table, taps, row_of, positions, token, live, row, position, channel, held, s_block, s_token, s_table,
-    W: tl.constexpr, BLOCK: tl.constexpr,
+    s_tap, s_back, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The part of a convolution that older steps decided; reads nothing of this forward."""
     total = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
@@ -47,27 +53,28 @@ def old_taps(
         x = old_input(
             plane, table, row, position, wanted, channel, held, s_block, s_token, s_table, BLOCK, back
         )  # fmt: skip
-        total += x * tl.load(taps + channel * W + W - 1 - back, mask=held, other=0.0).to(tl.float32)[None, :]
+        total += x * tap_of(taps, channel, held, W - 1 - back, s_tap, s_back)[None, :]
     return total
 
 
 @triton.jit
 def new_taps(
     x, total, plane, table, taps, added, row_of, positions, token, live, row, position, channel, held,
-    s_x, s_block, s_token, s_table, s_added, scale,
+    s_x, s_block, s_token, s_table, s_tap, s_back, s_added, scale,
     W: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """The rest of it: this step's inputs, and the taps that tokens add ([T, heads, W], `added` at this head's).
+    """The rest of it: this step's inputs, and the taps that tokens add ([T, heads, W] by distance, `added` at
+    this head's).
 
     Returns the convolved tile in fp32, scaled and rounded to the dtype of x, and the tokens' own inputs.
     """
     kind = x.dtype.element_ty
     inside = live[:, None] & held[None, :]
     here = tl.load(x + token.to(tl.int64)[:, None] * s_x + channel[None, :], mask=inside, other=0.0)
-    total += here.to(tl.float32) * (1.0 + tl.load(taps + channel * W + W - 1, mask=held, other=0.0).to(tl.float32))
+    total += here.to(tl.float32) * (1.0 + tap_of(taps, channel, held, W - 1, s_tap, s_back))[None, :]
     if ADDED:
         total += (
-            here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added + W - 1, mask=live, other=0.0)[:, None]
+            here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added, mask=live, other=0.0)[:, None]
         )
     for back in tl.static_range(W - 1, 0, -1):
         mine = own(token, live, row, position, row_of, positions, back)
@@ -75,14 +82,14 @@ def new_taps(
             x + (token - back).to(tl.int64)[:, None] * s_x + channel[None, :],
             mask=mine[:, None] & held[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        total += earlier * tl.load(taps + channel * W + W - 1 - back, mask=held, other=0.0).to(tl.float32)[None, :]
+        total += earlier * tap_of(taps, channel, held, W - 1 - back, s_tap, s_back)[None, :]
         if ADDED:
             wanted = live & (mine == 0)
             earlier += old_input(
                 plane, table, row, position, wanted, channel, held, s_block, s_token, s_table, BLOCK, back
             )  # fmt: skip
             total += (
-                earlier * tl.load(added + token.to(tl.int64) * s_added + W - 1 - back, mask=live, other=0.0)[:, None]
+                earlier * tl.load(added + token.to(tl.int64) * s_added + back, mask=live, other=0.0)[:, None]
             )
     return (total * scale).to(kind).to(tl.float32), here
 
@@ -99,19 +106,19 @@ def keep(plane, slots, tile, token, live, channel, held, s_block, s_token, BLOCK
 @triton.jit
 def convolved(
     x, plane, table, slots, taps, added, row_of, positions, token, live, position, channel, held,
-    s_x, s_block, s_token, s_table, s_added, scale,
+    s_x, s_block, s_token, s_table, s_tap, s_back, s_added, scale,
     W: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The convolution with its state insert; the dependency wait stands inside."""
     row = tl.load(row_of + token, mask=live, other=0)
     total = old_taps(
         plane, table, taps, row_of, positions, token, live, row, position, channel, held, s_block, s_token, s_table,
-        W, BLOCK,
+        s_tap, s_back, W, BLOCK,
     )  # fmt: skip
     pdl.wait(PDL)
     y, here = new_taps(
         x, total, plane, table, taps, added, row_of, positions, token, live, row, position, channel, held,
-        s_x, s_block, s_token, s_table, s_added, scale, W, BLOCK, ADDED,
+        s_x, s_block, s_token, s_table, s_tap, s_back, s_added, scale, W, BLOCK, ADDED,
     )  # fmt: skip
     keep(plane, slots, here, token, live, channel, held, s_block, s_token, BLOCK)
     return y

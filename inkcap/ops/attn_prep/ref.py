@@ -62,9 +62,9 @@ def attn_prep_clip(
     """Clipped heads: q and r after a learned scale, k without one; v is RMS-normed without a weight.
 
     q: [T, heads * D]; k, v: [T, kv heads * D]; r: [T, heads * states]; any of them a view with a row stride. k_added,
-    v_added: [T, kv heads, W] fp32, added to the taps token by token. `conv` and `kv` as in attn_prep; writes all four
-    planes. Rounds after each convolution, each clip or norm, and the scaling of q and r. Returns q [T, heads, D], k and
-    v [T, kv heads, D], r [T, heads, states].
+    v_added: [T, kv heads, W], added to the taps token by token as in `sconv`. `conv` and `kv` as in attn_prep; writes
+    all four planes. Rounds after each convolution, each clip or norm, and the scaling of q and r. Returns q
+    [T, heads, D], k and v [T, kv heads, D], r [T, heads, states].
     """
     size = weights.q_scale.shape[1]
     scale = weights.conv_scale

@@ -22,6 +22,7 @@ def rms_heads_kernel(
     k_cache, v_cache, kv_slots,
     row_of, positions, tokens, eps, floor, alpha,
     s_q, s_k, s_v, s_conv_block, s_conv_token, s_conv_table, s_kv_block, s_kv_token, s_kv_head,
+    s_tap, s_back,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr,
     CONV_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, SCALED: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +51,8 @@ def rms_heads_kernel(
             weight = tl.load(k_norm + dim, mask=held, other=0.0).to(tl.float32)
             y = convolved(
                 k, k_past, conv_table, conv_slots, k_taps, k_taps, row_of, positions, token, live, position,
-                channel, held, s_k, s_conv_block, s_conv_token, s_conv_table, 0, 1.0, W, CONV_BLOCK, False, PDL,
+                channel, held, s_k, s_conv_block, s_conv_token, s_conv_table, s_tap, s_back, 0, 1.0,
+                W, CONV_BLOCK, False, PDL,
             )  # fmt: skip
             y = y * tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None] * weight[None, :]
             put(k_out, y, token, live, mine, dim, held, KV, D)
@@ -61,7 +63,8 @@ def rms_heads_kernel(
             channel = mine * D + dim
             y = convolved(
                 v, v_past, conv_table, conv_slots, v_taps, v_taps, row_of, positions, token, live, position,
-                channel, held, s_v, s_conv_block, s_conv_token, s_conv_table, 0, 1.0, W, CONV_BLOCK, False, PDL,
+                channel, held, s_v, s_conv_block, s_conv_token, s_conv_table, s_tap, s_back, 0, 1.0,
+                W, CONV_BLOCK, False, PDL,
             )  # fmt: skip
             put(v_out, y, token, live, mine, dim, held, KV, D)
             cache = v_cache + mine * s_kv_head
@@ -82,7 +85,7 @@ def clip_heads_kernel(
     k_cache, v_cache, kv_slots,
     row_of, positions, tokens, eps, conv_scale, qk_limit, r_limit, floor, alpha,
     s_q, s_k, s_v, s_r, s_conv_block, s_conv_token, s_conv_table, s_kv_block, s_kv_token, s_kv_head,
-    s_k_added, s_v_added,
+    s_tap, s_back, s_k_added, s_v_added,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATES: tl.constexpr, SP: tl.constexpr,
     W: tl.constexpr, CONV_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, SCALED: tl.constexpr, ADDED: tl.constexpr,
     BT: tl.constexpr, PDL: tl.constexpr,
@@ -121,7 +124,7 @@ def clip_heads_kernel(
             channel = mine * D + dim
             y = convolved(
                 k, k_past, conv_table, conv_slots, k_taps, k_added + mine * W, row_of, positions, token, live, position,
-                channel, held, s_k, s_conv_block, s_conv_token, s_conv_table, s_k_added, conv_scale,
+                channel, held, s_k, s_conv_block, s_conv_token, s_conv_table, s_tap, s_back, s_k_added, conv_scale,
                 W, CONV_BLOCK, ADDED, PDL,
             )  # fmt: skip
             y = y * clip_factor(y, qk_limit)
@@ -133,7 +136,7 @@ def clip_heads_kernel(
             channel = mine * D + dim
             y = convolved(
                 v, v_past, conv_table, conv_slots, v_taps, v_added + mine * W, row_of, positions, token, live, position,
-                channel, held, s_v, s_conv_block, s_conv_token, s_conv_table, s_v_added, conv_scale,
+                channel, held, s_v, s_conv_block, s_conv_token, s_conv_table, s_tap, s_back, s_v_added, conv_scale,
                 W, CONV_BLOCK, ADDED, PDL,
             )  # fmt: skip
             y = y * tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None]
@@ -147,8 +150,10 @@ def tile(tokens: int) -> tuple[int, int]:
     return (1, 1) if tokens <= 64 else (16, 4)
 
 
-def check(conv: GroupView, kv: GroupView, *tensors: Tensor) -> None:
+def check(weights: HeadWeights | ClipWeights, conv: GroupView, kv: GroupView, *tensors: Tensor) -> None:
     """What the kernels take for granted."""
+    k_taps, v_taps = weights.k_taps.stride(), weights.v_taps.stride()
+    assert k_taps == v_taps, f"taps of k and v have strides {k_taps} and {v_taps}; the kernel needs equal ones"
     for view, count in ((conv, 2), (kv, 2)):
         first, second = view.planes[:count]
         assert first.stride() == second.stride(), f"planes of k and v have strides {first.stride()}, {second.stride()}"
@@ -172,7 +177,7 @@ def attn_prep_triton(
     """`attn_prep` of the reference, same rounding points; scaling by 1 is applied where nothing is to be scaled."""
     size, tokens = len(weights.q_norm), len(q)
     heads, kv_heads = q.shape[1] // size, k.shape[1] // size
-    check(conv, kv, q, k, v)
+    check(weights, conv, kv, q, k, v)
     q_out = q.new_empty(tokens, heads, size)
     k_out, v_out = k.new_empty(tokens, kv_heads, size), v.new_empty(tokens, kv_heads, size)
     bt, warps = tile(tokens)
@@ -183,7 +188,7 @@ def attn_prep_triton(
         *conv.planes[:2], conv.table, conv.slots, *kv.planes[:2], kv.slots,
         packing.row_of, packing.positions, tokens, weights.eps, *growth_of(scaling),
         q.stride(0), k.stride(0), v.stride(0), *conv.planes[0].stride()[:2], conv.table.stride(0),
-        *kv.planes[0].stride()[:3],
+        *kv.planes[0].stride()[:3], *weights.k_taps.stride(),
         heads, kv_heads, size, triton.next_power_of_2(size), weights.k_taps.shape[1], conv.block, kv.block,
         scaling is not None, bt, on,
         num_warps=warps, **pdl.launch(on),
@@ -208,13 +213,15 @@ def attn_prep_clip_triton(
     """`attn_prep_clip` of the reference, same rounding points; both or neither of the convolutions have added taps."""
     (heads, size), states, tokens = weights.q_scale.shape, weights.r_scale.shape[1], len(q)
     kv_heads = k.shape[1] // size
-    check(conv, kv, q, k, v, r)
+    check(weights, conv, kv, q, k, v, r)
     assert (k_added is None) == (v_added is None), "taps are added to one of the two convolutions only"
     q_out, r_out = q.new_empty(tokens, heads, size), r.new_empty(tokens, heads, states)
     k_out, v_out = k.new_empty(tokens, kv_heads, size), v.new_empty(tokens, kv_heads, size)
     added = [weights.k_taps, weights.v_taps]
     if k_added is not None and v_added is not None:
-        added = [each.contiguous() for each in (k_added, v_added)]
+        added = [k_added, v_added]
+        for each in added:
+            assert each.stride()[1:] == (each.shape[2], 1), f"added taps have strides {each.stride()}"
     bt, warps = tile(tokens)
     on = pdl.supported(q.device)
     clip_heads_kernel[(triton.cdiv(tokens, bt), heads + 2 * kv_heads)](
@@ -224,7 +231,7 @@ def attn_prep_clip_triton(
         packing.row_of, packing.positions, tokens, weights.eps, weights.conv_scale, weights.qk_limit, weights.r_limit,
         *growth_of(scaling),
         q.stride(0), k.stride(0), v.stride(0), r.stride(0), *conv.planes[0].stride()[:2], conv.table.stride(0),
-        *kv.planes[0].stride()[:3], added[0].stride(0), added[1].stride(0),
+        *kv.planes[0].stride()[:3], *weights.k_taps.stride(), added[0].stride(0), added[1].stride(0),
         heads, kv_heads, size, triton.next_power_of_2(size), states, triton.next_power_of_2(states),
         weights.k_taps.shape[1], conv.block, kv.block, scaling is not None, k_added is not None, bt, on,
         num_warps=warps, **pdl.launch(on),
