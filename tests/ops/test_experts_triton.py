@@ -78,10 +78,11 @@ def test_settle_of_single_tokens_convolves_inside(tokens, shared):
         torch.testing.assert_close(plane, after, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("sort", [False, True])
+@pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "top_k", "width"), [(1, 9, 3, 16), (40, 3, 2, 16), (70, 5, 1, 32)])
-def test_tiles_cover_every_use_once_in_order(monkeypatch, sort, tokens, experts, top_k, width):
-    monkeypatch.setattr(group, "PAIRWISE", 0 if sort else 1 << 20)
+def test_tiles_cover_every_use_once_in_order(monkeypatch, pieces, tokens, experts, top_k, width):
+    monkeypatch.setattr(group, "PAIRWISE", 0 if pieces else 1 << 20)
+    monkeypatch.setattr(group, "PIECE", 16)
     route = test_experts.routed(tokens, experts, top_k, 0)
     route.choice[: tokens // 2] = route.choice[0]  # skewed
     made = tiles(route, experts, width)
@@ -97,6 +98,7 @@ def test_tiles_cover_every_use_once_in_order(monkeypatch, sort, tokens, experts,
             assert (flat[made.order[start:stop].long()] == expert).all()
             seen += range(start, stop)
     assert seen == list(range(tokens * top_k))
+    assert made.number == (made.expert >= 0).sum()
 
 
 def test_wide_tiles_have_tokens_as_the_first_operand(monkeypatch):

@@ -14,8 +14,9 @@ from torch import Tensor
 from inkcap.ops import pdl
 from inkcap.ops.values import Routed
 
-PAIRWISE = 2048  # uses: up to here each use counts those before it; beyond, the library sorts
+PAIRWISE = 2048  # uses: up to here each use counts all before it; beyond, those of its piece, after a count of pieces
 COMPARED = 32  # uses at once
+PIECE = 512  # uses of a program that counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,17 @@ class Tiles:
     expert: Tensor  # [most] int32
     start: Tensor  # [most] int32, into `order`
     stop: Tensor  # [most] int32
+    number: Tensor  # [1] int32: tiles that there are
     width: int
 
 
 @triton.jit
-def lay_out(first, count, expert, start, stop, most, E: tl.constexpr, BE: tl.constexpr, WIDTH: tl.constexpr):
+def lay_out(first, count, expert, start, stop, number, most, BE: tl.constexpr, WIDTH: tl.constexpr):
     """Write the tiles of all experts; first and count: [BE], where each one's uses begin and how many they are."""
     e = tl.arange(0, BE)
     tiles = (count + WIDTH - 1) // WIDTH
     last = tl.cumsum(tiles, 0)
+    tl.store(number, tl.max(last, 0))
     for k in range(tl.max(tiles, 0)):
         at = last - tiles + k
         mask = k < tiles
@@ -47,7 +50,7 @@ def lay_out(first, count, expert, start, stop, most, E: tl.constexpr, BE: tl.con
 
 @triton.jit(do_not_specialize=["uses", "most"])
 def group_pairwise(
-    choice, order, expert, start, stop, uses, most,
+    choice, order, expert, start, stop, number, uses, most,
     E: tl.constexpr, BE: tl.constexpr, BU: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 counts and lays out the tiles, each other program finds the places of BU uses."""
@@ -60,7 +63,7 @@ def group_pairwise(
         for other in range(0, uses, BU):
             chosen = tl.load(choice + other + u, mask=other + u < uses, other=-1).to(tl.int32)
             count += tl.sum((chosen[None, :] == e[:, None]).to(tl.int32), 1)
-        lay_out(tl.cumsum(count, 0) - count, count, expert, start, stop, most, E, BE, WIDTH)
+        lay_out(tl.cumsum(count, 0) - count, count, expert, start, stop, number, most, BE, WIDTH)
     else:
         mine = (tl.program_id(0) - 1) * BU + u
         own = tl.load(choice + mine, mask=mine < uses, other=0).to(tl.int32)
@@ -74,17 +77,47 @@ def group_pairwise(
         tl.store(order + place, mine, mask=mine < uses)
 
 
-@triton.jit(do_not_specialize=["most"])
-def lay_out_sorted(
-    bounds, expert, start, stop, most, E: tl.constexpr, BE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
-):
-    """From bounds [E + 1]: uses of expert e stand at bounds[e] .. bounds[e + 1] of the order."""
+@triton.jit(do_not_specialize=["uses"])
+def count_pieces(
+    choice, counts, uses, BE: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How often each of a program's PIECE uses has each expert: counts [programs, BE]."""
     pdl.wait(PDL)
     pdl.trigger(PDL)
-    e = tl.arange(0, BE)
-    first = tl.load(bounds + e, mask=e < E, other=0).to(tl.int32)
-    count = tl.load(bounds + e + 1, mask=e < E, other=0).to(tl.int32) - first
-    lay_out(first, count, expert, start, stop, most, E, BE, WIDTH)
+    at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    chosen = tl.load(choice + at, mask=at < uses, other=0).to(tl.int32)
+    count = tl.histogram(chosen, BE, mask=at < uses)
+    tl.store(counts + tl.program_id(0) * BE + tl.arange(0, BE), count)
+
+
+@triton.jit(do_not_specialize=["uses", "most"])
+def group_counted(
+    choice, counts, order, expert, start, stop, number, uses, most,
+    BE: tl.constexpr, PIECE: tl.constexpr, BC: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program finds the places of one piece's uses, BC at a time; the first one lays out the tiles too."""
+    pdl.wait(PDL)
+    pdl.trigger(PDL)
+    piece, e, u = tl.program_id(0), tl.arange(0, BE), tl.arange(0, BC)
+    count = tl.zeros([BE], tl.int32)
+    before = tl.zeros([BE], tl.int32)  # uses of earlier pieces
+    for some in range(0, tl.num_programs(0), 16):
+        other = some + tl.arange(0, 16)[:, None]
+        own = tl.load(counts + other * BE + e[None, :], mask=other < tl.num_programs(0), other=0)
+        count += tl.sum(own, 0)
+        before += tl.sum(tl.where(other < piece, own, 0), 0)
+    first = tl.cumsum(count, 0) - count
+    if piece == 0:
+        lay_out(first, count, expert, start, stop, number, most, BE, WIDTH)
+    before += first
+    for part in range(0, PIECE, BC):
+        mine = piece * PIECE + part + u
+        own = tl.load(choice + mine, mask=mine < uses, other=0).to(tl.int32)
+        place = tl.gather(before, own, 0)
+        same = (own[None, :] == own[:, None]) & (mine < uses)[None, :]
+        place += tl.sum((same & (u[None, :] < u[:, None])).to(tl.int32), 1)
+        tl.store(order + place, mine, mask=mine < uses)
+        before += tl.histogram(own, BE, mask=mine < uses)
 
 
 def width_of(uses: int, experts: int) -> int:
@@ -102,17 +135,20 @@ def tiles(route: Routed, experts: int, width: int) -> Tiles:
     most = min(experts, uses) + uses // width
     on, block = pdl.supported(device), triton.next_power_of_2(experts)
     listed = torch.empty(3, most, dtype=torch.int32, device=device)
+    order, number = (torch.empty(n, dtype=torch.int32, device=device) for n in (uses, 1))
     if uses <= PAIRWISE:
-        order = torch.empty(uses, dtype=torch.int32, device=device)
         group_pairwise[(1 + triton.cdiv(uses, COMPARED),)](
-            route.choice, order, *listed, uses, most, experts, block, COMPARED, width, on,
+            route.choice, order, *listed, number, uses, most, experts, block, COMPARED, width, on,
             num_warps=8, **pdl.launch(on),
         )  # fmt: skip
     else:
-        chosen, by_expert = route.choice.flatten().sort(stable=True)
-        bounds = torch.searchsorted(chosen, torch.arange(experts + 1, device=device), out_int32=True)
-        order = by_expert.int()
-        lay_out_sorted[(1,)](bounds, *listed, most, experts, block, width, on, num_warps=4, **pdl.launch(on))
-    made = Tiles(order, listed[0], listed[1], listed[2], width)
+        pieces = triton.cdiv(uses, PIECE)
+        counts = torch.empty(pieces, block, dtype=torch.int32, device=device)
+        count_pieces[(pieces,)](route.choice, counts, uses, block, PIECE, on, num_warps=4, **pdl.launch(on))
+        group_counted[(pieces,)](
+            route.choice, counts, order, *listed, number, uses, most, block, PIECE, PIECE // 4, width, on,
+            num_warps=4, **pdl.launch(on),
+        )  # fmt: skip
+    made = Tiles(order, listed[0], listed[1], listed[2], number, width)
     route.memo[Tiles, width] = made
     return made
