@@ -4,10 +4,12 @@
 
 The model is made on the device, without a checkpoint and without a tokenizer: random weights of a size that keeps
 activations near one. It runs through the engine: scheduler, worker, sampler. TPOT is (time of 129 tokens - time of 1)
-/ 128, read off one run: from when every sequence has its first token until 128 steps later.
+/ 128, read off one run: from when every sequence has its first token until 128 steps later. `gap_ms` is the mean time
+between later steps of the same run.
 
-Decode rows do not run their prompts: the scheduler plans them and the worker prepares them, but the layers are skipped
-and the cache holds random numbers. Prefill rows run everything. Each result is a JSON line, also appended to `--out`.
+Decode rows of more than `--real` tokens do not run their prompts: the scheduler plans them and the worker prepares
+them, but the layers are skipped and the cache holds random numbers. All others run everything. Each result is a JSON
+line, also appended to `--out`.
 """
 
 import argparse
@@ -105,7 +107,8 @@ SHAPES["tiny"] = replace(
 class Sample:
     """What a run gave: seconds per step, and when each step's tokens came."""
 
-    step_seconds: float
+    tpot_seconds: float  # mean over the first STEPS steps in which every sequence has its first token
+    gap_seconds: float  # mean over steps behind the first WARM_STEPS of these
     slowest_seconds: float
     first_seconds: float  # until every sequence had its first token
 
@@ -117,7 +120,7 @@ class Furnished:
         self.inner, self.channels = model, channels
         self.family, self.vocab_size = model.family, model.vocab_size
         self.max_length, self.states = model.max_length, model.states
-        self.head, self.slots = model.head, model.slots
+        self.head, self.slots, self.unpack = model.head, model.slots, model.unpack
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, D]."""
@@ -280,9 +283,12 @@ def generate(engine: LocalEngine, prompts: list[list[int]], count: int, params: 
         if len(started) == len(prompts) and left == len(prompts):
             times.append(at)
         left -= ended
-    gaps = [b - a for a, b in pairwise(times)][WARM_STEPS:]
-    spent = sum(gaps) / len(gaps) if gaps else 0.0
-    return Sample(spent, max(gaps, default=0.0), times[0] - begin)
+    assert times, f"a sequence ended before the last of {len(prompts)} began; ask for more than {count} tokens"
+    gaps = [b - a for a, b in pairwise(times)]
+    first, later = gaps[:STEPS], gaps[WARM_STEPS:]
+    return Sample(
+        sum(first) / max(1, len(first)), sum(later) / max(1, len(later)), max(later, default=0.0), times[0] - begin
+    )
 
 
 def generate_mixed(
@@ -405,7 +411,7 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", type=int, default=[], metavar="TOKENS")
     parser.add_argument("--mixed", nargs="*", default=[], metavar="BATCHxCONTEXT+TOKENS", help="a prompt beside rows")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of one prefill step")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--real", type=int, default=32768, help="most tokens of all prompts of a decode row that run")
     parser.add_argument("--cut", action="store_true", help="as one of several ranks, the sum over them left out")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--mixed-graphs", action="store_true", help="capture mixed steps too")
@@ -458,14 +464,15 @@ def main() -> None:
     furnished = Furnished(model, shape.hidden_size)
     for pair in args.decode:
         batch, context = map(int, pair.split("x"))
-        count = 1 + WARM_STEPS + args.steps
+        count = 1 + WARM_STEPS + STEPS
         step_tokens = max(args.chunk, batch)
         count += -(-batch * context // step_tokens) + 1  # sequences do not begin at the same step
         config = config_of(batch, args.longest or context + count, step_tokens, args)
         experts = experts_touched(model, batch, device)
         floor = floor_seconds(shape, sizes, batch, context, experts)
         begin = time.perf_counter()
-        with engine_of(config, furnished, device) as engine:
+        real = batch * context <= args.real
+        with engine_of(config, model if real else furnished, device) as engine:
             ready = time.perf_counter() - begin
             prompts = prompts_of(batch, context, model.vocab_size)
             sample = generate(engine, prompts, count, params)
@@ -477,14 +484,15 @@ def main() -> None:
                 "row": "decode",
                 "batch": batch,
                 "context": context,
-                "tpot_ms": round(sample.step_seconds * 1e3, 4),
+                "tpot_ms": round(sample.tpot_seconds * 1e3, 4),
+                "gap_ms": round(sample.gap_seconds * 1e3, 4),
                 "slowest_ms": round(sample.slowest_seconds * 1e3, 4),
                 "floor_ms": round(floor * 1e3, 4),
                 "experts_touched": round(experts, 1),
                 "first_token_s": round(sample.first_seconds, 3),
                 "ready_s": round(ready, 2),
                 "memory_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if device.type == "cuda" else None,
-                "cache": "random",
+                "cache": "real prompt" if real else "random",
                 "graphs": not args.eager,
                 "sampling": {
                     "temperature": args.temperature,
