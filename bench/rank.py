@@ -280,7 +280,7 @@ def generate(engine: LocalEngine, prompts: list[list[int]], count: int, params: 
             raise deltas
         started |= {delta.request_id for delta in deltas if delta.tokens}
         ended = sum(delta.finish is not None for delta in deltas)
-        if len(started) == len(prompts) and left == len(prompts):
+        if len(started) == len(prompts) and left == len(prompts) and not ended:
             times.append(at)
         left -= ended
     assert times, f"a sequence ended before the last of {len(prompts)} began; ask for more than {count} tokens"
