@@ -272,7 +272,7 @@ def generate(engine: LocalEngine, prompts: list[list[int]], count: int, params: 
     for number, prompt in enumerate(prompts):
         engine.submit(GenerateRequest(request_id=f"{begin}-{number}", token_ids=prompt, params=params, seed=number,
                                       max_tokens=count), sink)  # fmt: skip
-    left, started = len(prompts), set()
+    left, started, first_at = len(prompts), set(), None
     times: list[float] = []  # of steps in which every sequence has its first token and none has ended
     while left:
         at, deltas = arrived.get()
@@ -280,14 +280,16 @@ def generate(engine: LocalEngine, prompts: list[list[int]], count: int, params: 
             raise deltas
         started |= {delta.request_id for delta in deltas if delta.tokens}
         ended = sum(delta.finish is not None for delta in deltas)
-        if len(started) == len(prompts) and left == len(prompts) and not ended:
+        if first_at is None and len(started) == len(prompts):
+            first_at = at
+        if first_at is not None and left == len(prompts) and not ended:
             times.append(at)
         left -= ended
-    assert times, f"a sequence ended before the last of {len(prompts)} began; ask for more than {count} tokens"
+    assert first_at is not None, "a prompt ended without a token"
     gaps = [b - a for a, b in pairwise(times)]
     first, later = gaps[:STEPS], gaps[WARM_STEPS:]
     return Sample(
-        sum(first) / max(1, len(first)), sum(later) / max(1, len(later)), max(later, default=0.0), times[0] - begin
+        sum(first) / max(1, len(first)), sum(later) / max(1, len(later)), max(later, default=0.0), first_at - begin
     )
 
 
@@ -464,7 +466,7 @@ def main() -> None:
     furnished = Furnished(model, shape.hidden_size)
     for pair in args.decode:
         batch, context = map(int, pair.split("x"))
-        count = 1 + WARM_STEPS + STEPS
+        count = 2 + WARM_STEPS + STEPS
         step_tokens = max(args.chunk, batch)
         count += -(-batch * context // step_tokens) + 1  # sequences do not begin at the same step
         config = config_of(batch, args.longest or context + count, step_tokens, args)
