@@ -480,7 +480,7 @@ def main() -> None:
             sample = generate(engine, prompts, count, params)
             extra = {}
             if args.trace is not None and pair == args.decode[-1]:
-                extra = trace(args.trace, partial(generate, engine, prompts, 24, params))
+                extra = trace(args.trace, partial(generate, engine, prompts, count - STEPS + 24, params))
         record(
             {
                 "row": "decode",
