@@ -4,28 +4,36 @@ No torch. Compiling and filling masks let other threads run; building a vocabula
 """
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import llguidance
+import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from numpy.typing import NDArray
 
+from inkcap.base.room import LETTER, MOST_ROOM, fitting, letters, witness
 from inkcap.base.vocabulary import END_TURN, ORDINARY, SPLIT, VOCAB, read_ranks
 
 WORDS = -(-VOCAB // 32)  # 32-bit words of one row of masks
 ROW_BYTES = WORDS * 4
 KEPT_GRAMMARS = 512  # compiled, of a process
 COMPILERS = 2  # threads
+# Copies of what was compiled share a lock. Masks of rows in different lanes are filled at the same time.
+LANES = min(4, os.cpu_count() or 1)
+TOGETHER = 8  # masks from which on threads are worth their start
 # A run of blanks between tokens of JSON that is free in its form. Bounded, or a weak model fills its budget with it.
 BLANKS = r"[\x20\x0A\x0D\x09]{1,24}"
 PROBE_STEPS = 6
 # Sets of tokens that masks are put together from: blanks, and text inside JSON strings that has so much room left.
-_LETTER = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_LETTER}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{_LETTER}+"]
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{LETTER}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{LETTER}+"]
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -89,14 +97,28 @@ def json_grammar(schema: object, compact: bool = False) -> str:
 class Matcher:
     """Where one text is in one grammar."""
 
-    __slots__ = ("inner",)
+    __slots__ = ("behind", "inner", "rest", "witness")
 
-    def __init__(self, inner: llguidance.LLMatcher) -> None:
+    def __init__(self, inner: llguidance.LLMatcher, rest: llguidance.LLMatcher | None, witness: int) -> None:
+        """`rest`: of the same grammar, over the tokens that are no plain text; None: not needed."""
         self.inner = inner
+        self.rest = rest
+        self.witness = witness
+        self.behind: list[int] = []  # tokens that `rest` has not seen yet
 
     def consume(self, token: int) -> None:
         """Go on by one token; a token that may not come next makes an error."""
         self.inner.consume_token(token)
+        if self.rest is not None:
+            self.behind.append(token)
+
+    @property
+    def room(self) -> int:
+        """Letters that a bounded string has room for, up to MOST_ROOM; 0: more, or this is no such string."""
+        if self.rest is None:
+            return 0
+        room = self.inner.validate_tokens([self.witness] * (MOST_ROOM + 1))
+        return room if room <= MOST_ROOM else 0
 
     @property
     def accepting(self) -> bool:
@@ -107,6 +129,14 @@ class Matcher:
     def error(self) -> str:
         """Why this matcher can say nothing any more; empty while it can."""
         return readable(self.inner.get_error()) if self.inner.is_error() else ""
+
+
+class Compiled(NamedTuple):
+    """A grammar: over all tokens, and if that helps over those that are no plain text; and the witness of rooms."""
+
+    whole: llguidance.LLMatcher
+    rest: llguidance.LLMatcher | None
+    witness: int
 
 
 class Compiler:
@@ -121,18 +151,19 @@ class Compiler:
         self.pieces = [b""] * ORDINARY  # what each token stands for
         for piece, token in ranks.items():
             self.pieces[token] = piece
-        self._tokenizer = llguidance.LLTokenizer.from_tiktoken(  # pyright: ignore[reportAttributeAccessIssue]
-            encoder=dict(ranks),
-            special_tokens={"end": END_TURN},
-            pattern=SPLIT,
-            eos_token=END_TURN,
-            n_vocab=VOCAB,
-            slices=SLICES,
-        )
+        self._tokenizer = tokenizer(ranks, SLICES)
+        lengths = np.zeros(WORDS * 32, np.int64)
+        for piece, token in ranks.items():
+            lengths[token] = letters(piece)
+        self._fitting = fitting(lengths)
+        self._rest = tokenizer({piece: t for piece, t in ranks.items() if len(piece) == 1 or not lengths[t]}, [])
+        self._bytes = [ranks[bytes((byte,))] for byte in range(256)]
         self._limits = limits()
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], Future[Compiled]] = OrderedDict()
         self._pool = ThreadPoolExecutor(COMPILERS, "grammar")
+        self._fillers = llguidance.LLExecutor(LANES)
+        self._lanes = count()
         self.names: dict[tuple[bytes, ...], tuple[int, ...]] = {}
 
     @classmethod
@@ -140,30 +171,58 @@ class Compiler:
         """The compiler of a checkpoint's vocabulary; one a process. Raises what `read_ranks` raises."""
         return _loaded(str(directory))
 
-    def begin(self, grammar: str) -> Future[llguidance.LLMatcher]:
-        """Compile, or find what was compiled. An error of the grammar is the matcher's."""
+    def lane(self) -> int:
+        """The lane of the next row."""
+        return next(self._lanes) % LANES
+
+    def begin(self, grammar: str, lane: int = 0) -> Future[Compiled]:
+        """Compile for a lane, or find what was compiled. An error of the grammar is the matcher's."""
+        key = grammar, lane
         with self._lock:
-            found = self._kept.get(grammar)
+            found = self._kept.get(key)
             if found is None:
-                found = self._kept[grammar] = self._pool.submit(self._compile, grammar)
+                found = self._kept[key] = self._pool.submit(self._compile, grammar)
                 if len(self._kept) > KEPT_GRAMMARS:
                     self._kept.popitem(last=False)
             else:
-                self._kept.move_to_end(grammar)
+                self._kept.move_to_end(key)
             return found
 
-    def matcher(self, grammar: str) -> Matcher:
+    def matcher(self, grammar: str, lane: int = 0) -> Matcher:
         """A matcher at the start of a text; waits for the grammar."""
-        return Matcher(self.begin(grammar).result().deep_copy())
+        found = self.begin(grammar, lane).result()
+        return Matcher(found.whole.deep_copy(), found.rest and found.rest.deep_copy(), found.witness)
 
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], address: int, rows: int) -> None:
-        """Write masks to memory of `rows` rows of WORDS words: bit t of the row is set if token t may come next.
-
-        One after another: copies of a matcher share a lock, so llguidance's own threads only made it slower.
-        """
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -> None:
+        """Write masks to rows of masks [n, WORDS], contiguous: bit t of the row is set if token t may come next."""
+        assert masks.strides == (ROW_BYTES, 4), "rows of masks follow one another"
+        asked: list[tuple[llguidance.LLMatcher, int]] = []
+        rooms: list[tuple[int, int]] = []
         for matcher, row in matchers:
-            assert row < rows, f"row {row} of {rows}"
-            matcher.inner.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
+            room = matcher.room
+            if room and (rest := self._caught_up(matcher)) is not None:
+                asked.append((rest, row))
+                rooms.append((row, room))
+            else:
+                asked.append((matcher.inner, row))
+        address = masks.ctypes.data
+        if len(asked) < TOGETHER:
+            for inner, row in asked:
+                inner.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
+        else:
+            self._fillers.unsafe_compute_mask_ptr(asked, address, ROW_BYTES, len(masks))
+        for row, room in rooms:
+            masks[row] |= self._fitting[room]
+
+    def _caught_up(self, matcher: Matcher) -> llguidance.LLMatcher | None:
+        """The matcher without plain text, where the whole one is; None if its limits do not let it come that far."""
+        if matcher.rest is None:
+            return None
+        text = b"".join([self.pieces[token] for token in matcher.behind])
+        matcher.behind.clear()
+        if not matcher.rest.consume_tokens([self._bytes[byte] for byte in text]):
+            matcher.rest = None
+        return matcher.rest
 
     def spelling(self, texts: tuple[bytes, ...]) -> tuple[int, ...]:
         """Tokens with which one of `texts`, none of them empty, may begin."""
@@ -176,8 +235,25 @@ class Compiler:
             self.names[texts] = found
         return found
 
-    def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        return llguidance.LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
+    def _compile(self, grammar: str) -> Compiled:
+        whole = llguidance.LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
+        letter = witness(grammar)
+        if letter is None:
+            return Compiled(whole, None, 0)
+        rest = llguidance.LLMatcher(self._rest, grammar, limits=self._limits, log_level=0)
+        return Compiled(whole, rest, self.ids[letter.encode()])
+
+
+def tokenizer(ranks: Mapping[bytes, int], slices: list[str]) -> llguidance.LLTokenizer:
+    """llguidance's tokenizer of these tokens; ids without one are never allowed."""
+    return llguidance.LLTokenizer.from_tiktoken(  # pyright: ignore[reportAttributeAccessIssue]
+        encoder=dict(ranks),
+        special_tokens={"end": END_TURN},
+        pattern=SPLIT,
+        eos_token=END_TURN,
+        n_vocab=VOCAB,
+        slices=slices,
+    )
 
 
 @lru_cache(maxsize=2)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inkcap.base.matching import ROW_BYTES, WORDS, Compiler, Matcher
+from inkcap.base.matching import WORDS, Compiler, Matcher
 from inkcap.base.step import RowSetup
 from inkcap.runner.transfer import Download
 from inkcap.sampling.guide import Guide, Mask, Masks
@@ -76,11 +76,10 @@ class Guides:
             return None
         out = torch.full((len(rows), WORDS), -1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         words: NDArray[np.uint32] = out.numpy().view(np.uint32)
-        assert out.stride(0) * 4 == ROW_BYTES, "rows of masks follow one another"
         for place, mask in fixed:
             words[place] = mask
         if texts and self._compiler is not None:
-            self._compiler.fill([(matcher, place) for place, _, matcher in texts], out.data_ptr(), len(rows))
+            self._compiler.fill([(matcher, place) for place, _, matcher in texts], words)
             for place, guide, _ in texts:
                 guide.end_text(words[place])
                 if guide.failed:

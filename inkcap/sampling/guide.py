@@ -29,6 +29,7 @@ from inkcap.base.vocabulary import (
 Mask = NDArray[np.uint32]  # [WORDS]: bit t is set if token t may come next
 LAST_TEXT_WORD = ORDINARY // 32  # the word in which ordinary tokens end and control tokens begin
 LAST_TEXT_BITS = np.uint32((1 << ORDINARY % 32) - 1)
+BITS = np.arange(32)  # of a word
 # States. After a call of a free turn that may have no more, a turn is OVER.
 BETWEEN, HEADER, BODY, RAW, OVER = range(5)
 # A call that names no declared tool, in a turn that is not strict.
@@ -83,6 +84,7 @@ class Guide:
         self.failed = ""  # why the row cannot go on under its rules
         self._compiler = compiler
         self._masks = masks
+        self._lane = compiler.lane()
         self._calls = 0
         self._answered = False  # a strict turn has its text
         self._thought = False  # a strict turn has had its thinking message
@@ -95,13 +97,13 @@ class Guide:
         if self._state == BODY:
             self._kind = THINKING if rules.start == Start.THINKING else TEXT
         if rules.start == Start.RAW and rules.text:
-            self.matcher = compiler.matcher(rules.text)
+            self.matcher = compiler.matcher(rules.text, self._lane)
 
     def begin(self) -> None:
         """Have the grammars compiled that this row will need."""
         for grammar in (self.rules.text, *self.rules.calls.values()):
             if grammar:
-                self._compiler.begin(grammar)
+                self._compiler.begin(grammar, self._lane)
 
     def advance(self, token: int) -> None:
         """The row's next token."""
@@ -132,9 +134,9 @@ class Guide:
         self._state, self._kind, self._forced = BODY, kind, False
         if kind == CALL_JSON:
             name = self._header.decode("utf-8", "replace")
-            self.matcher = self._compiler.matcher(self.rules.calls.get(name, ANY_CALL))
+            self.matcher = self._compiler.matcher(self.rules.calls.get(name, ANY_CALL), self._lane)
         elif kind == TEXT and self.rules.text:
-            self.matcher = self._compiler.matcher(self.rules.text)
+            self.matcher = self._compiler.matcher(self.rules.text, self._lane)
         if self.matcher is not None:
             self.failed = self.matcher.error
         self._header = b""
@@ -220,13 +222,28 @@ class Guide:
 def allow(logits: Tensor, masks: Tensor) -> None:
     """Set what masks [S, WORDS] int32 forbid to -inf, in logits [S, V] float32, V at most VOCAB, in place."""
     if logits.device.type == "cpu":
-        bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        for row, kept in zip(logits.numpy(), bits, strict=True):
-            row[kept == 0] = -np.inf
+        for row, mask in zip(logits.numpy(), masks.numpy().view(np.uint32), strict=True):
+            _allow(row, mask)
         return
     shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
     bits = (masks[:, :, None] >> shifts) & 1  # [S, WORDS, 32]
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def _allow(row: NDArray[np.float32], mask: Mask) -> None:
+    """`allow` of one row on a CPU. Where little is allowed only that is looked at."""
+    named = np.flatnonzero(mask)
+    if len(named) * 8 < len(mask):
+        bits = np.unpackbits(mask[named].view(np.uint8), bitorder="little").view(bool)
+        ids = (32 * named[:, None] + BITS).ravel()[bits]
+        ids = ids[ids < len(row)]
+        kept = row[ids]
+        row.fill(-np.inf)
+        row[ids] = kept
+    else:
+        bits = np.unpackbits(mask.view(np.uint8), count=len(row), bitorder="little")
+        # +inf where allowed, -inf where not: a third of the time that an assignment by mask takes
+        np.minimum(row, (bits - np.float32(0.5)) * np.float32(np.inf), out=row)
 
 
 assert VOCAB <= WORDS * 32, "a row of masks has a bit for each token"

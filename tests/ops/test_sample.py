@@ -199,6 +199,20 @@ def test_cpu_draws_what_the_reference_draws(vocabulary, spread):
             assert cpu.threshold(scaled[row].numpy(), k, p, ratio) == edges[row], SETTINGS[row]
 
 
+@pytest.mark.parametrize("kept", [1, 7, 900])
+def test_rows_of_which_little_is_left_draw_what_the_reference_draws(kept):
+    generator = torch.Generator().manual_seed(kept)
+    logits = 3 * torch.randn(4, 20_000, generator=generator)
+    left = torch.randperm(20_000, generator=generator)[:kept]
+    masked = torch.full_like(logits, -torch.inf)
+    masked[:, left] = logits[:, left]
+    masked[3] = logits[3]  # among rows that are whole
+    asked = torch.tensor([1.0, 0.7, 0.0, 1.0]), None, torch.arange(4), torch.arange(4) + 9
+    assert cpu._sparse(masked[0].numpy())
+    assert not cpu._sparse(masked[3].numpy())
+    assert cpu.sample_cpu(masked, *asked).tolist() == sample.reference(masked, *asked).tolist()
+
+
 @pytest.mark.parametrize("slack", [-4.0, -1.0, 0.0, 0.5, 1.0])
 def test_a_line_too_high_costs_time_but_changes_no_draw(monkeypatch, slack):
     """Many winners are below these lines, some rows with candidates that looked as if they reached it."""

@@ -215,3 +215,15 @@ def test_what_masks_forbid_is_never_drawn():
     allow(bits, masks)
     assert bits[0].isfinite().tolist() == [False, True, False, True, False, False]
     assert (bits[1] == logits[1]).all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.02, 0.1, 0.5, 0.97, 1.0])
+def test_logits_are_masked_bit_by_bit_however_many_there_are(share):
+    rng = np.random.default_rng(3)
+    allowed = rng.random((2, WORDS * 32)) < share
+    allowed[0, VOCAB - 1] = True
+    masks = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
+    logits = torch.from_numpy(rng.normal(size=(2, VOCAB)).astype(np.float32))
+    wanted = torch.where(torch.from_numpy(allowed[:, :VOCAB]), logits, -torch.inf)
+    allow(logits, masks)
+    assert (logits == wanted).all()

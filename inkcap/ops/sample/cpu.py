@@ -23,6 +23,7 @@ SLACK = 3.0  # exp(SLACK) = 20 tokens are scored on average; the line is missed 
 # 24 bits of precision.
 MARGIN = 1.001
 SLAB = 1 << 16  # logits at a time, so that a slab's arrays stay in the second-level cache
+PROBED = 64  # one logit of so many shows whether a row is masked
 FEW = 1024  # likeliest tokens among which the edge of top-p is sought first
 NO_LIMITS = (repeat(0), repeat(1.0), repeat(0.0))  # top-k, top-p, min-p of any number of rows
 COUNTERS: dict[int, Words] = {}  # vocabulary -> id * STRIDE of each token
@@ -48,6 +49,10 @@ def sample_cpu(logits: Tensor, temperature: Tensor, limits: Limits | None, seeds
             scaled = rows[place] / np.float32(heat)
             ids = np.flatnonzero(scaled >= threshold(scaled, k, p, ratio))
             tokens[place] = ids[_draw(scaled[None, ids], counters(width)[ids], keys[place : place + 1])[0]]
+        elif _sparse(rows[place]):
+            ids = np.flatnonzero(rows[place] > -np.inf)
+            scaled = rows[place][ids] / np.float32(heat)
+            tokens[place] = ids[_draw(scaled[None], counters(width)[ids], keys[place : place + 1])[0]]
         else:
             whole.append(place)
     count = max(1, SLAB // width)
@@ -59,6 +64,12 @@ def sample_cpu(logits: Tensor, temperature: Tensor, limits: Limits | None, seeds
             slab = slab / heats[part, None]
         tokens[part] = _draw(slab, counters(width), keys[part])
     return torch.from_numpy(tokens)
+
+
+def _sparse(row: Floats) -> bool:
+    """Whether most of a row is masked, by a look at some of it: where rules leave little choice."""
+    seen = row[::PROBED]
+    return bool(4 * np.count_nonzero(seen > -np.inf) < len(seen))
 
 
 def threshold(scaled: Floats, top_k: int, top_p: float, min_p: float) -> np.float32:
