@@ -95,7 +95,7 @@ class RowTable:
             if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
                 self.limited.add(setup.row)
             extras = self._extras(setup)
-            if extras is not None:
+            if not extras.empty:
                 self.extras[setup.row] = extras
         index = upload([setup.row for setup in setups], torch.int64, self.device)
         self.lengths[index] = upload([len(setup.tokens) for setup in setups], torch.int64, self.device)
@@ -134,7 +134,13 @@ class RowTable:
         for place, row in enumerate(rows):
             self.host_lengths[row] += 1
             extras = self.extras.get(row)
-            if extras is not None and extras.counts is not None and extras.seen is not None:
+            if extras is None:
+                continue
+            if extras.stops is not None and self.host_lengths[row] >= extras.stops_from:
+                extras.stops = None
+                if extras.empty:  # from here on the row is drawn as most are
+                    del self.extras[row]
+            if extras.counts is not None and extras.seen is not None:
                 drawn = tokens[place : place + 1]  # an index tensor: a single number would be fetched
                 extras.counts.scatter_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
                 extras.seen.index_fill_(0, drawn, True)
@@ -158,15 +164,13 @@ class RowTable:
         if width > self.tables[group].shape[1]:
             self.tables[group] = _widened(self.tables[group], width)
 
-    def _extras(self, setup: RowSetup) -> RowExtras | None:
-        params = setup.params
+    def _extras(self, setup: RowSetup) -> RowExtras:
+        params, made = setup.params, RowExtras()
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         allowed = params.allowed_token_ids
-        if not (params.min_tokens or params.logit_bias or allowed is not None or setup.bad_words_ids or penalised):
-            return None
-        made = RowExtras()
-        if params.min_tokens and (stops := sorted(stop_ids(params, self.rules))):
-            made.stops, made.stops_from = self._ids(stops), setup.prompt_length + params.min_tokens
+        least = setup.prompt_length + params.min_tokens
+        if len(setup.tokens) < least and (stops := sorted(stop_ids(params, self.rules))):
+            made.stops, made.stops_from = self._ids(stops), least
         if params.logit_bias:
             made.bias_ids = self._ids(params.logit_bias)
             biases = upload([*params.logit_bias.values()], torch.float32, self.device)

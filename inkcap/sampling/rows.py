@@ -31,6 +31,11 @@ class RowExtras:
     presence: float = 0.0
     frequency: float = 0.0
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is left that changes a draw."""
+        return self.stops is self.bias_ids is self.forbidden is self.bad_words is self.seen is None
+
 
 @dataclass(frozen=True, slots=True)
 class Draws:

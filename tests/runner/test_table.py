@@ -95,7 +95,7 @@ def test_ignore_eos_leaves_only_the_requests_own_stops():
     rows.open(
         [setup(0, [1], min_tokens=1, ignore_eos=True), setup(1, [1], min_tokens=1, ignore_eos=True, stop_token_ids=[9])]
     )
-    assert rows.extras[0].stops is None
+    assert 0 not in rows.extras
     assert rows.extras[1].stops.tolist() == [9]
 
 
@@ -122,3 +122,19 @@ def test_taking_a_taken_row_or_closing_a_closed_one_is_a_bug():
         rows.open([setup(0, [1])])
     with pytest.raises(AssertionError, match="row 2 is closed"):
         rows.close([2])
+
+
+def test_a_row_with_enough_tokens_is_drawn_as_most_are():
+    rows = table()
+    rows.open(
+        [
+            setup(0, [1, 2, 3], prompt_length=1, min_tokens=2),
+            setup(1, [1, 2], prompt_length=1, min_tokens=2),
+            setup(2, [1, 2], prompt_length=1, min_tokens=2, presence_penalty=1.0),
+        ]
+    )
+    assert set(rows.extras) == {1, 2}
+    rows.append([0, 1, 2], torch.tensor([9, 9, 9]))
+    assert set(rows.extras) == {2}
+    assert rows.extras[2].stops is None
+    assert rows.extras[2].counts[9] == 1
