@@ -83,6 +83,12 @@ class Parser:
 
     def feed(self, tokens: Sequence[int]) -> list[Event]:
         """What `tokens` add. A call comes whole, when its message ends, or in pieces with `stream_calls`."""
+        if self._state >= _BARE and self._kind != CALL_JSON and not self.ended and max(tokens, default=0) < ORDINARY:
+            # most tokens of most answers: the same as below, in fewer steps
+            if self._kind == THINKING:
+                self.reasoning_tokens += len(tokens)
+            text = self._decode(b"".join([self._table[token] for token in tokens]))
+            return [(Thought if self._kind == THINKING else Content)(text)] if text else []
         for token in tokens:
             if self.ended:
                 break

@@ -58,10 +58,11 @@ class Stream:
 class Reader:
     """The caller's end of a sequence. Closing it, dropping it, or cancelling the task that waits on it aborts."""
 
-    __slots__ = ("_client", "_id", "_stream")
+    __slots__ = ("_client", "_future", "_id", "_stream")
 
     def __init__(self, client: "EngineClient", request_id: str, stream: Stream) -> None:
         self._client = client
+        self._future = client.loop.create_future  # to ask for the running loop would cost a system call each time
         self._id = request_id
         self._stream = stream
 
@@ -75,7 +76,7 @@ class Reader:
                 raise stream.error
             if stream.finished:
                 raise StopAsyncIteration
-            stream.waiter = asyncio.get_running_loop().create_future()
+            stream.waiter = self._future()
             try:
                 await stream.waiter
             except asyncio.CancelledError:
@@ -105,7 +106,7 @@ class EngineClient:
         self.fault: str | None = None
         self.draining = False  # the engine was told to end (SIGTERM) and takes no new sequences
         self._config = config
-        self._loop = loop
+        self.loop = loop
         self._streams: dict[str, Stream] = {}
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
         self._questions = 0
@@ -170,8 +171,8 @@ class EngineClient:
 
     def leave_soon(self, request_id: str) -> None:
         """`leave`, from whatever thread collects garbage."""
-        if request_id in self._streams and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.leave, request_id)
+        if request_id in self._streams and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.leave, request_id)
 
     async def stats(self) -> EngineStats:
         """Counters and gauges of now; zeros while the model loads. Raises EngineFault when the engine is gone."""
@@ -180,7 +181,7 @@ class EngineClient:
         if self.info is None:
             return EngineStats()
         self._questions += 1
-        answer = self._asked[self._questions] = self._loop.create_future()
+        answer = self._asked[self._questions] = self.loop.create_future()
         self._send(AskStats(self._questions))
         return await answer
 
@@ -191,10 +192,10 @@ class EngineClient:
         self._closed = True
         if self.info is not None and self.fault is None:
             self._send(Shutdown())
-        self._loop.remove_reader(self._child.alive)
+        self.loop.remove_reader(self._child.alive)
         await asyncio.to_thread(self._child.close, 5.0 if self.info is not None else 0.0)
         self._stop("it was closed")
-        self._loop.remove_reader(self._socket.fileno())
+        self.loop.remove_reader(self._socket.fileno())
         self._socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -221,7 +222,7 @@ class EngineClient:
             return  # the engine has just died, which `_died` will tell
         # Sending may swallow the edge that announces a message: ZeroMQ's descriptor is edge-triggered.
         if self._socket.poll(0):
-            self._loop.call_soon(self._read)
+            self.loop.call_soon(self._read)
 
     def _read(self) -> None:
         if self._socket.closed:
@@ -232,7 +233,7 @@ class EngineClient:
             except zmq.Again:
                 return
             self._take(from_engine(frame))
-        self._loop.call_soon(self._read)
+        self.loop.call_soon(self._read)
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -266,11 +267,11 @@ class EngineClient:
             stream.wake()
 
     def _died(self) -> None:
-        self._loop.remove_reader(self._child.alive)
+        self.loop.remove_reader(self._child.alive)
         why = self._child.ended()
         if self._child.process.returncode in (FAULT, SETUP):
             # It said why before it ended; that may still be on its way.
-            self._loop.call_later(LAST_WORDS_SECONDS, self._stop, f"the engine process {why}")
+            self.loop.call_later(LAST_WORDS_SECONDS, self._stop, f"the engine process {why}")
             self._read()
         else:
             self._read()

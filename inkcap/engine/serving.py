@@ -1,5 +1,6 @@
 """The lives of an engine process and of a rank process: setup from stdin, work, exit code."""
 
+import gc
 import signal
 import threading
 from collections.abc import Callable
@@ -58,6 +59,8 @@ def serve_core(build: Callable[[EngineConfig, Port], tuple[Core, EngineInfo]]) -
         patience.start()
 
     signal.signal(signal.SIGTERM, terminate)
+    gc.collect()
+    gc.freeze()  # the model and its modules: a full collection over them would stop every row
     port.send(Ready(info))
     try:
         core.run()

@@ -1,7 +1,6 @@
 """`POST /v1/chat/completions`: messages in, an answer with thinking, text and tool calls out, streamed or whole."""
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import msgspec
@@ -17,12 +16,13 @@ from inkcap.chat.render import Rendered
 from inkcap.chat.tools import Call, CallPiece
 from inkcap.server import replies
 from inkcap.server.body import JsonRoute, body_size
-from inkcap.server.generation import Run
+from inkcap.server.errors import ErrorBody
+from inkcap.server.generation import Arrived, Run
 from inkcap.server.prompt import chat_prompt
-from inkcap.server.replies import ChatStreamChoice, ChatStreamDelta, Framer
+from inkcap.server.replies import MARK, ChatStreamChoice, ChatStreamDelta, Framer, encode
 from inkcap.server.schema import ChatBody
 from inkcap.server.service import Service, service_of
-from inkcap.server.sse import EventStream, encode, unless_gone
+from inkcap.server.sse import DONE, EventStream, event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -34,7 +34,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     identity = body.request_id or request.state.request_id
     answering = await begin(service, body, identity, body_size(request), pieces=body.stream)
     if body.stream:
-        return EventStream(answering.chunks(), answering.close)
+        return EventStream(ChatStream(answering))
     try:
         return await unless_gone(request.receive, answering.whole())
     finally:
@@ -139,71 +139,23 @@ class Answering:
         said = (answer.reasoning or "", answer.content or "", answer.calls)
         self.service.replays.add(prompt, output.tokens, *said, salt=self.body.cache_salt or "")
 
-    async def deltas(self) -> AsyncGenerator[list[tuple[int, ChatDelta]], None]:
-        """What came since the last item was taken: per answer that has something, its index and its events."""
-        async for arrived in self.run.arrivals():
-            found: list[tuple[int, ChatDelta]] = []
-            for index, deltas in arrived:
-                delta = self.outputs[index].feed(replies.merged(deltas))
-                if delta.abort:
-                    self.run.stop(index)
-                if delta.finish_reason in ("stop", "tool_calls", "length") and delta.stop_reason is None:
-                    self.remember(self.outputs[index])
-                found.append((index, delta))
-            yield found
-
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Events, as many as there are, whenever there are any."""
-        options = self.body.stream_options
-        usage = options is not None and options.include_usage
-        running = options is not None and options.continuous_usage_stats
-        framer = Framer("chat.completion.chunk", self.identity, self.created, self.model, usage)
-        opening = ChatStreamDelta(role="assistant", content="")
-        choices = [ChatStreamChoice(index, opening) for index in range(len(self.outputs))]
-        yield b"".join([framer.chunk([choice], self.usage() if running else None) for choice in choices])
-        async for arrived in self.deltas():
-            out: list[bytes] = []
-            for index, delta in arrived:
-                choices = self.choices(index, delta)
-                out += [framer.chunk([choice], self.usage() if running else None) for choice in choices]
-            if out:
-                yield b"".join(out)
-        if usage:
-            yield framer.chunk([], self.usage())
-
-    def choices(self, index: int, delta: ChatDelta) -> list[ChatStreamChoice]:
-        """The chunks' choices for one delta: one per event, and one for the end."""
-        found = [
-            ChatStreamChoice(index, stream_delta(event, self.manner.legacy))
-            for event in delta.events
-            if self.body.include_reasoning or not isinstance(event, Thought)
-        ]
-        if (
-            not found
-            and delta.finish_reason is None
-            and (delta.logprobs or (self.body.return_token_ids and delta.tokens))
-        ):
-            found.append(ChatStreamChoice(index, ChatStreamDelta()))
-        if delta.finish_reason is not None:
-            found.append(
-                ChatStreamChoice(
-                    index,
-                    ChatStreamDelta(),
-                    finish_reason=self.finish_reason(delta.finish_reason),
-                    stop_reason=delta.stop_reason,
-                )
-            )
-        if found and delta.logprobs is not None:
-            found[0].logprobs = replies.chat_logprobs(delta.logprobs)
-        if found and self.body.return_token_ids:
-            found[0].token_ids = delta.tokens
+    def read(self, arrived: Arrived) -> list[tuple[int, ChatDelta]]:
+        """What each sequence adds to its answer: its index and its events."""
+        found: list[tuple[int, ChatDelta]] = []
+        for index, deltas in arrived:
+            delta = self.outputs[index].feed(replies.merged(deltas))
+            if delta.abort:
+                self.run.stop(index)
+            if delta.finish_reason in ("stop", "tool_calls", "length") and delta.stop_reason is None:
+                self.remember(self.outputs[index])
+            found.append((index, delta))
         return found
 
     async def whole(self) -> Response:
         """The reply, once everything is there."""
         parts = [Part() for _ in self.outputs]
-        async for arrived in self.deltas():
-            for index, delta in arrived:
+        async for arrived in self.run.arrivals():
+            for index, delta in self.read(arrived):
                 parts[index].add(delta)
         reply = replies.ChatReply(
             self.identity,
@@ -244,6 +196,77 @@ class Answering:
             part.stop_reason,
             part.tokens if self.body.return_token_ids else msgspec.UNSET,
         )
+
+
+class ChatStream:
+    """An answer as chunks of the chat API."""
+
+    def __init__(self, answering: Answering) -> None:
+        self.answering = answering
+        self.run = answering.run
+        self.close = answering.close
+        body, options = answering.body, answering.body.stream_options
+        self.running_usage = options is not None and options.continuous_usage_stats
+        self.last_usage = options is not None and options.include_usage
+        self.framer = Framer(
+            "chat.completion.chunk", answering.identity, answering.created, answering.model, self.last_usage
+        )
+        self.include_reasoning = body.include_reasoning
+        self.token_ids = body.return_token_ids
+        self.legacy = answering.manner.legacy
+        self.plain = not (self.running_usage or self.token_ids or body.logprobs)
+        self.around: dict[tuple[int, type[Event]], list[bytes]] = {}  # chunks but for their text, by choice and event
+
+    def opening(self) -> bytes:
+        role = ChatStreamDelta(role="assistant", content="")
+        return b"".join([self.chunk(ChatStreamChoice(index, role)) for index in range(len(self.run.tracks))])
+
+    def tell(self, arrived: Arrived) -> bytes:
+        out: list[bytes] = []
+        for index, delta in self.answering.read(arrived):
+            if self.plain and delta.finish_reason is None and len(delta.events) == 1:
+                out.append(self.single(index, delta.events[0]))
+            else:
+                out += [self.chunk(choice) for choice in self.choices(index, delta)]
+        return b"".join(out)
+
+    def closing(self) -> bytes:
+        return self.framer.chunk([], self.answering.usage()) + DONE if self.last_usage else DONE
+
+    def failure(self, error: ErrorBody) -> bytes:
+        return event(error) + DONE
+
+    def single(self, index: int, event: Event) -> bytes:
+        """The chunk of most tokens: text, and nothing else."""
+        if not isinstance(event, Content | Thought):
+            return self.chunk(ChatStreamChoice(index, stream_delta(event, self.legacy)))
+        if isinstance(event, Thought) and not self.include_reasoning:
+            return b""
+        key = index, type(event)
+        if key not in self.around:
+            self.around[key] = self.framer.around(ChatStreamChoice(index, stream_delta(type(event)(MARK))))
+        return encode(event.text).join(self.around[key])
+
+    def chunk(self, choice: ChatStreamChoice) -> bytes:
+        return self.framer.chunk([choice], self.answering.usage() if self.running_usage else None)
+
+    def choices(self, index: int, delta: ChatDelta) -> list[ChatStreamChoice]:
+        """The chunks' choices for one delta: one per event, and one for the end."""
+        found = [
+            ChatStreamChoice(index, stream_delta(event, self.legacy))
+            for event in delta.events
+            if self.include_reasoning or not isinstance(event, Thought)
+        ]
+        if not found and delta.finish_reason is None and (delta.logprobs or (self.token_ids and delta.tokens)):
+            found.append(ChatStreamChoice(index, ChatStreamDelta()))
+        if delta.finish_reason is not None:
+            reason = self.answering.finish_reason(delta.finish_reason)
+            found.append(ChatStreamChoice(index, ChatStreamDelta(), None, reason, delta.stop_reason))
+        if found and delta.logprobs is not None:
+            found[0].logprobs = replies.chat_logprobs(delta.logprobs)
+        if found and self.token_ids:
+            found[0].token_ids = delta.tokens
+        return found
 
 
 class Part:

@@ -1,7 +1,6 @@
 """`POST /v1/completions`: prompts as text or token ids, alone or in batches, continued as raw text."""
 
 import time
-from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -14,12 +13,13 @@ from inkcap.chat.grammar import read_format, text_rules
 from inkcap.chat.output import LogprobReader, TextDelta, TextOutput, TokenLogprob
 from inkcap.server import replies
 from inkcap.server.body import JsonRoute
-from inkcap.server.generation import Run
+from inkcap.server.errors import ErrorBody
+from inkcap.server.generation import Arrived, Run
 from inkcap.server.prompt import text_prompts
-from inkcap.server.replies import Framer, TextChoice
+from inkcap.server.replies import Framer, TextChoice, encode
 from inkcap.server.schema import CompletionBody
 from inkcap.server.service import Service, service_of
-from inkcap.server.sse import EventStream, encode, unless_gone
+from inkcap.server.sse import DONE, EventStream, event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -43,11 +43,11 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     )
     completing = Completing(service, body, run, params, f"cmpl-{identity}", model)
     if body.stream:
-        return EventStream(completing.chunks(), run.close)
+        return EventStream(completing)
     try:
         return await unless_gone(request.receive, completing.whole())
     finally:
-        run.close()
+        completing.close()
 
 
 async def text_format(service: Service, body: CompletionBody) -> TurnRules | None:
@@ -84,6 +84,14 @@ class Completing:
         self.created = int(time.time())
         self.outputs = [TextOutput(service.tokenizer, params, body.return_tokens_as_token_ids) for _ in run.tracks]
         self.echoed: dict[int, Echoed] = {}  # by choice, once its first token came
+        options = body.stream_options
+        self.running_usage = options is not None and options.continuous_usage_stats
+        self.last_usage = options is not None and options.include_usage
+        self.framer = Framer("text_completion", identity, self.created, model, self.last_usage)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self.run.close()
 
     def usage(self) -> replies.Usage:
         return self.run.usage(sum(output.completion_tokens for output in self.outputs))
@@ -117,35 +125,41 @@ class Completing:
         offsets = [entry.offset if entry else 0 for entry in echo.entries]
         return replies.text_logprobs(list(zip(shown, echo.entries, strict=True)), 0, offsets)
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Events, as many as there are, whenever there are any."""
-        options = self.body.stream_options
-        usage = options is not None and options.include_usage
-        running = options is not None and options.continuous_usage_stats
-        framer = Framer("text_completion", self.identity, self.created, self.model, usage)
-        async for arrived in self.run.arrivals():
-            out: list[bytes] = []
-            for index, deltas in arrived:
-                delta = self.outputs[index].feed(replies.merged(deltas))
-                if delta.abort:
-                    self.run.stop(index)
-                choice = self.feed(index, delta)
-                if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids:
-                    out.append(framer.chunk([choice], self.usage() if running else None))
-            if out:
-                yield b"".join(out)
-        if usage:
-            yield framer.chunk([], self.usage())
+    def read(self, arrived: Arrived) -> list[TextChoice]:
+        """What each sequence adds to its choice."""
+        found: list[TextChoice] = []
+        for index, deltas in arrived:
+            delta = self.outputs[index].feed(replies.merged(deltas))
+            if delta.abort:
+                self.run.stop(index)
+            found.append(self.feed(index, delta))
+        return found
+
+    def opening(self) -> bytes:
+        return b""
+
+    def tell(self, arrived: Arrived) -> bytes:
+        """A chunk for each choice that has something."""
+        return b"".join(
+            [
+                self.framer.chunk([choice], self.usage() if self.running_usage else None)
+                for choice in self.read(arrived)
+                if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids
+            ]
+        )
+
+    def closing(self) -> bytes:
+        return self.framer.chunk([], self.usage()) + DONE if self.last_usage else DONE
+
+    def failure(self, error: ErrorBody) -> bytes:
+        return event(error) + DONE
 
     async def whole(self) -> Response:
         """The reply, once everything is there."""
         parts: list[list[TextChoice]] = [[] for _ in self.outputs]
         async for arrived in self.run.arrivals():
-            for index, deltas in arrived:
-                delta = self.outputs[index].feed(replies.merged(deltas))
-                if delta.abort:
-                    self.run.stop(index)
-                parts[index].append(self.feed(index, delta))
+            for choice in self.read(arrived):
+                parts[choice.index].append(choice)
         choices = [self.choice(index, part) for index, part in enumerate(parts)]
         reply = replies.TextReply(self.identity, self.created, self.model, choices, self.usage())
         return Response(encode(reply), media_type="application/json")

@@ -1,7 +1,5 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: the chat API in Anthropic's shape."""
 
-from collections.abc import AsyncGenerator
-
 import msgspec
 from fastapi import APIRouter
 from msgspec import Struct
@@ -14,10 +12,12 @@ from inkcap.chat.tools import CallPiece, CallStart
 from inkcap.server import errors
 from inkcap.server.body import JsonRoute, body_size
 from inkcap.server.chat import Answering, begin
+from inkcap.server.generation import Arrived
 from inkcap.server.messages_body import CountBody, MessagesBody
 from inkcap.server.prompt import chat_prompt
+from inkcap.server.replies import encode
 from inkcap.server.service import service_of
-from inkcap.server.sse import EventStream, encode, named_event, unless_gone
+from inkcap.server.sse import EventStream, named_event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -31,7 +31,7 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     answering = await begin(service, body.chat(), identity, body_size(request), "msg_", pieces=body.stream)
     speaking = Speaking(answering)
     if body.stream:
-        return EventStream(speaking.events(), answering.close, failure=failure, done=b"")
+        return EventStream(speaking)
     try:
         return await unless_gone(request.receive, speaking.whole())
     finally:
@@ -46,10 +46,6 @@ async def count_tokens(request: Request, body: CountBody) -> Response:
     service.note_unknown(body.unknown())
     prompt = await chat_prompt(service, body.chat(), body_size(request))
     return Response(encode({"input_tokens": len(prompt.token_ids)}), media_type="application/json")
-
-
-def failure(error: errors.ErrorBody) -> bytes:
-    return named_event("error", errors.anthropic(error))
 
 
 class Usage(Struct):
@@ -105,6 +101,8 @@ class Speaking:
 
     def __init__(self, answering: Answering) -> None:
         self.answering = answering
+        self.run = answering.run
+        self.close = answering.close
         self.blocks: list[Block] = []
         self.open = False  # the last block may still grow
         self.arguments: list[str] = []  # of the last block, if it is a call
@@ -125,21 +123,25 @@ class Speaking:
 
     async def whole(self) -> Response:
         """The reply, once everything is there."""
-        async for arrived in self.answering.deltas():
-            for _, delta in arrived:
+        async for arrived in self.run.arrivals():
+            for _, delta in self.answering.read(arrived):
                 self.feed(delta)
         return Response(encode(self.reply()), media_type="application/json")
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Events, as many as there are, whenever there are any."""
-        yield named_event("message_start", {"type": "message_start", "message": self.reply()})
-        async for arrived in self.answering.deltas():
-            if out := b"".join([event for _, delta in arrived for event in self.feed(delta)]):
-                yield out
+    def opening(self) -> bytes:
+        return named_event("message_start", {"type": "message_start", "message": self.reply()})
+
+    def tell(self, arrived: Arrived) -> bytes:
+        return b"".join([event for _, delta in self.answering.read(arrived) for event in self.feed(delta)])
+
+    def closing(self) -> bytes:
         ending = {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
         usage = self.usage()
         ended = named_event("message_delta", {"type": "message_delta", "delta": ending, "usage": usage})
-        yield ended + named_event("message_stop", {"type": "message_stop"})
+        return ended + named_event("message_stop", {"type": "message_stop"})
+
+    def failure(self, error: errors.ErrorBody) -> bytes:
+        return named_event("error", errors.anthropic(error))
 
     def feed(self, delta: ChatDelta) -> list[bytes]:
         """Take one delta; gives its events."""
@@ -156,9 +158,9 @@ class Speaking:
             elif isinstance(event, CallStart):
                 out.append(self.begin(ToolUse(event.id, event.name, NOTHING)))
             else:
-                out += [self.begin(ToolUse(event.id, event.name, NOTHING)), self.argue(event.arguments), self.close()]
+                out += [self.begin(ToolUse(event.id, event.name, NOTHING)), self.argue(event.arguments), self.finish()]
         if delta.finish_reason is not None:
-            out.append(self.close())
+            out.append(self.finish())
             self.end(delta)
         return out
 
@@ -177,7 +179,7 @@ class Speaking:
 
     def begin(self, block: Block) -> bytes:
         """End the last block and begin `block`."""
-        ended = self.close()
+        ended = self.finish()
         self.blocks.append(block)
         self.open = True
         self.arguments = []
@@ -193,7 +195,7 @@ class Speaking:
         grown = {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": piece}
         return named_event("content_block_delta", grown)
 
-    def close(self) -> bytes:
+    def finish(self) -> bytes:
         """The end of the block that is open, if one is."""
         if not self.open:
             return b""

@@ -1,6 +1,6 @@
 """What happens to every request before its endpoint: id, metrics, key, content type, body limit. Plain ASGI.
 
-Nothing here runs per streamed chunk except one pass-through call.
+Nothing here runs per streamed chunk: streams write through `send` in the scope's state.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class Envelope:
             return await self.app(scope, receive, send)
         given = header(scope, b"x-request-id")
         request_id = given if given and ACCEPTED_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, send=send)
         log.request_id.set(request_id)
         started = time.perf_counter()
         status = 500

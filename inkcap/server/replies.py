@@ -7,7 +7,8 @@ from msgspec import Struct
 
 from inkcap.base.request import TokenDelta
 from inkcap.chat.output import TokenChance, TokenLogprob
-from inkcap.server.sse import encode
+
+encode = msgspec.json.Encoder().encode
 
 
 class CachedTokens(Struct):
@@ -160,6 +161,9 @@ class TextReply(Struct):
     system_fingerprint: None = None
 
 
+MARK = "\0text"  # stands for a text in chunks that are encoded once
+
+
 class Framer:
     """Puts choices of one stream into chunks. What all chunks share is encoded once."""
 
@@ -172,6 +176,10 @@ class Framer:
     def chunk(self, choices: Sequence[ChatStreamChoice] | Sequence[TextChoice], usage: Usage | None = None) -> bytes:
         tail = self.tail if usage is None else b',"usage":' + encode(usage) + b"}\n\n"
         return self.head + encode(choices) + tail
+
+    def around(self, choice: ChatStreamChoice) -> list[bytes]:
+        """The chunk of a choice whose text is `MARK`, cut where that stands: joined by a JSON string, it says that."""
+        return self.chunk([choice]).split(encode(MARK))
 
 
 def usage_of(prompt: int, completion: int, cached: int, reasoning: int | None = None) -> Usage:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,9 +19,11 @@ from inkcap.server.body import JsonRoute, body_size
 from inkcap.server.chat import Answering, begin
 from inkcap.server.conversation import Message, Transcript
 from inkcap.server.errors import ErrorBody, describe
+from inkcap.server.generation import Arrived
+from inkcap.server.replies import encode
 from inkcap.server.responses_body import ResponsesBody, input_messages
 from inkcap.server.service import service_of
-from inkcap.server.sse import EventStream, encode, named_event, unless_gone
+from inkcap.server.sse import EventStream, named_event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -53,7 +54,7 @@ async def create(request: Request, body: ResponsesBody) -> Response:
         task.add_done_callback(service.responses.background.discard)
         return json_reply(responding.reply())
     if body.stream:
-        return EventStream(responding.events(), responding.close, failure=responding.failure, done=b"")
+        return EventStream(responding)
     try:
         return await unless_gone(request.receive, responding.whole())
     finally:
@@ -190,6 +191,7 @@ class Responding:
         """`earlier`: messages of the responses that it follows. `size_bytes`: of the request's body."""
         self.body = body
         self.answering = answering
+        self.run = answering.run
         self.earlier = earlier
         self.size_bytes = size_bytes
         self.identity = answering.identity
@@ -248,7 +250,7 @@ class Responding:
     def cancel(self) -> None:
         if self.running:
             self.end("cancelled")
-            self.answering.run.abort()
+            self.run.abort()
 
     def close(self) -> None:
         """Abort what still runs: its client left, or the server ends."""
@@ -270,24 +272,25 @@ class Responding:
     async def whole(self) -> Response:
         """The reply, once everything is there."""
         try:
-            async for arrived in self.answering.deltas():
-                for _, delta in arrived:
+            async for arrived in self.run.arrivals():
+                for _, delta in self.answering.read(arrived):
                     self.feed(delta)
         except InkcapError as error:
             self.fail(describe(error))
             raise
         return json_reply(self.reply())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Events, as many as there are, whenever there are any."""
-        yield self.event("response.created", response=self.reply()) + self.event(
+    def opening(self) -> bytes:
+        return self.event("response.created", response=self.reply()) + self.event(
             "response.in_progress", response=self.reply()
         )
-        async for arrived in self.answering.deltas():
-            if out := b"".join([event for _, delta in arrived for event in self.feed(delta)]):
-                yield out
+
+    def tell(self, arrived: Arrived) -> bytes:
+        return b"".join([event for _, delta in self.answering.read(arrived) for event in self.feed(delta)])
+
+    def closing(self) -> bytes:
         kind = "completed" if self.status == "completed" else "incomplete"
-        yield self.event(f"response.{kind}", response=self.reply())
+        return self.event(f"response.{kind}", response=self.reply())
 
     def failure(self, error: ErrorBody) -> bytes:
         """The last event of a stream that failed."""

@@ -6,6 +6,7 @@ off at once. When the engine dies every open request gets an error, /health says
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import shlex
@@ -31,6 +32,7 @@ from inkcap.server.protocol import limited_protocol
 from inkcap.server.service import Service
 
 LOOK_SECONDS = 0.05  # between two looks at what is still open
+FAULT_LOOK_SECONDS = 0.25  # between two looks whether the engine is alive; requests are told at once
 LAST_ANSWERS_SECONDS = 5.0  # for requests to be told that the engine died or that they were cut off
 LINGER_SECONDS = 1.0  # for which /health shows 503 after the engine died, so that a balancer sees why
 KEEP_ALIVE_SECONDS = 65  # longer than the 60 s that load balancers keep idle connections
@@ -66,6 +68,9 @@ async def serve_checkpoint(
         loading = asyncio.ensure_future(engine.ready())
         await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and loading.exception() is None:
+            # what lives as long as the process is not to be looked at again: a full collection takes up to 100 ms
+            gc.collect()
+            gc.freeze()
             logger.info("ready after %.1f s: %s", time.monotonic() - started, facts(loading.result()))
             if print_curl:
                 print(curl_line(config, listener, app.state.service.names[0]), flush=True)
@@ -159,8 +164,10 @@ async def serve_app(app: FastAPI, listener: socket.socket) -> int:
             "listening on %s://%s for %s", scheme(service.config.server), address(listener), ", ".join(service.names)
         )
         try:
-            while not (stop.is_set() or serving.done() or service.engine.fault is not None):
-                await asyncio.sleep(LOOK_SECONDS)
+            told = asyncio.ensure_future(stop.wait())
+            while not (told.done() or serving.done() or service.engine.fault is not None):
+                await asyncio.wait((told, serving), timeout=FAULT_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
             if service.engine.fault is None:
                 await drain(service, service.config.server.drain_seconds, hurry)
             else:

@@ -1,18 +1,18 @@
 """Server-sent events, written straight to the socket; and work that ends the moment its client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Protocol, TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inkcap.base.errors import InkcapError
 from inkcap.base.log import logger
 from inkcap.server.errors import ErrorBody, describe
+from inkcap.server.generation import Arrived, Run
+from inkcap.server.replies import encode
 
-encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -60,50 +60,67 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Sends each item of `events`, whole events already, in one write; then `done`.
+class Telling(Protocol):
+    """A streamed answer: what its tokens become. All of it gives whole events, any number of them."""
 
-    A write waits while the socket is behind, and the source coalesces meanwhile, so a slow reader costs the socket's
-    buffer and its own tokens. An error becomes an event, since the status has been sent.
+    run: Run
+
+    def opening(self) -> bytes:
+        """Before the first token."""
+        ...
+
+    def tell(self, arrived: Arrived) -> bytes:
+        """What came since the last call."""
+        ...
+
+    def closing(self) -> bytes:
+        """After the last token."""
+        ...
+
+    def failure(self, error: ErrorBody) -> bytes:
+        """In place of `closing` where something went wrong."""
+        ...
+
+    def close(self) -> None:
+        """Called once at the end, whatever happened; also when the client left before the first event."""
+        ...
+
+
+class EventStream(Response):
+    """Sends what is told of an answer, each time in one write.
+
+    A write waits while the socket is behind, and what comes meanwhile is told together, so a slow reader costs the
+    socket's buffer and its own tokens. An error becomes an event, since the status has been sent.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        close: Callable[[], None],
-        *,
-        failure: Callable[[ErrorBody], bytes] = event,
-        done: bytes = DONE,
-    ) -> None:
-        """`close` is called at the end, whatever happened; also when the client left before the first event.
-
-        `failure` makes the event, or events, that tell of an error.
-        """
+    def __init__(self, telling: Telling) -> None:
         super().__init__(None, 200)
-        self.events = events
-        self.close = close
-        self.failure = failure
-        self.done = done
+        self.telling = telling
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self.write(send))
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await unless_gone(receive, self.write(scope["state"]["send"]))
         except ClientLeft:
             logger.debug("client left: %s", scope["state"]["request_id"])
         finally:
-            self.close()
+            self.telling.close()
 
     async def write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        """The body. `send` is the way past the layers that have seen the start and do nothing more."""
+        telling, arrivals = self.telling, self.telling.run.arrivals()
         try:
-            async for data in self.events:
+            if data := telling.opening():
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            tail = self.done
+            async for arrived in arrivals:
+                if data := telling.tell(arrived):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            tail = telling.closing()
         except InkcapError as error:
-            tail = self.failure(describe(error)) + self.done
+            tail = telling.failure(describe(error))
         except Exception as error:  # the border of the process: the client gets an event, the log the reason
             logger.exception("stream failed: %s", type(error).__name__)
-            tail = self.failure(describe(error)) + self.done
+            tail = telling.failure(describe(error))
         finally:
-            await self.events.aclose()
+            await arrivals.aclose()
         await send({"type": "http.response.body", "body": tail, "more_body": False})
