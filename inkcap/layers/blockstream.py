@@ -9,51 +9,80 @@ from torch import Tensor
 
 from inkcap.layers.batch import Batch
 from inkcap.layers.sconv import ShortConv
-from inkcap.layers.stream import Settles
-from inkcap.ops.mix.ref import mix
+from inkcap.ops.mix.ref import mix, mix_norm
+from inkcap.ops.values import Normed, Norms
 from inkcap.parallel.slot import Slot
 
 Value = TypeVar("Value", contravariant=True)
+Inputs = tuple[Normed, ...]
 
 
 class Reads(Protocol):
     """How a sublayer reads the stream."""
 
-    def __call__(self, sources: list[Tensor]) -> tuple[Tensor, ...]:
-        """Finished blocks and the running sum last, [T, C] each, to one [T, C] per input of the sublayer."""
+    def __call__(self, sources: list[Tensor]) -> Inputs:
+        """Finished blocks and the running sum last, [T, C] each, to the sublayer's inputs [T, C]."""
         ...
 
 
-class BlockMix:
-    """One learned query for each input of a sublayer; every rank holds all of them, in fp32."""
+class Settles(Protocol[Value]):
+    """The last product of a sublayer; see layers/stream.py."""
 
-    def __init__(self, channels: int, queries: int, eps: float, device: torch.device) -> None:
-        self.queries = torch.empty(queries, channels, dtype=torch.float32, device=device)
+    def settle(
+        self, rows: Value, residual: Tensor | None, conv: ShortConv, batch: Batch, *, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The new running sum [T, C] in `dtype`, or what begins one."""
+        ...
+
+
+def build_norms(names: tuple[str, ...], channels: int, eps: float, dtype: torch.dtype, device: torch.device) -> Norms:
+    """One norm for each name, to the model's dtype."""
+    return Norms(torch.empty(len(names), channels, dtype=torch.float32, device=device), eps, dtype)
+
+
+def norm_slots(names: tuple[str, ...], norms: Norms) -> dict[str, Slot]:
+    """`NAME.weight` [C] for each."""
+    return {f"{name}.weight": Slot(row, tuple(row.shape)) for name, row in zip(names, norms.weight, strict=True)}
+
+
+class BlockMix:
+    """One learned query for each norm, or one mixture for all of them, in fp32; every rank holds all of it."""
+
+    def __init__(self, name: str, queries: int, norm_names: tuple[str, ...], norms: Norms, eps: float) -> None:
+        self.name = name
+        self.norm_names = norm_names
+        self.norms = norms
+        self.queries = torch.empty(queries, norms.weight.shape[1], dtype=torch.float32, device=norms.weight.device)
         self.eps = eps
 
     def slots(self) -> dict[str, Slot]:
-        """`query` [C], or [queries, C] when there are several."""
+        """`NAME.query` [C], or [queries, C] when there are several, and the weights of the norms."""
         target = self.queries if len(self.queries) > 1 else self.queries[0]
-        return {"query": Slot(target, tuple(target.shape))}
+        return {f"{self.name}.query": Slot(target, tuple(target.shape)), **norm_slots(self.norm_names, self.norms)}
 
-    def __call__(self, sources: list[Tensor]) -> tuple[Tensor, ...]:
-        """One fp32 mixture [T, C] for each query."""
-        return mix(sources, self.queries, self.eps).unbind(0)
+    def __call__(self, sources: list[Tensor]) -> Inputs:
+        """One input for each query."""
+        return mix_norm(sources, self.queries, self.eps, self.norms)
+
+    def mixtures(self, sources: list[Tensor]) -> Tensor:
+        """The mixtures alone: [queries, T, C] fp32."""
+        return mix(sources, self.queries, self.eps)
 
 
 class RunningSum:
-    """The read of a layer that has no mixture: the running sum itself, for each of `inputs`."""
+    """The read of a layer that has no mixture: the running sum itself, under each of the norms."""
 
-    def __init__(self, inputs: int) -> None:
-        self.inputs = inputs
+    def __init__(self, norm_names: tuple[str, ...], norms: Norms) -> None:
+        self.norm_names = norm_names
+        self.norms = norms
 
     def slots(self) -> dict[str, Slot]:
-        """Nothing."""
-        return {}
+        """The weights of the norms."""
+        return norm_slots(self.norm_names, self.norms)
 
-    def __call__(self, sources: list[Tensor]) -> tuple[Tensor, ...]:
-        """The last source, `inputs` times."""
-        return (sources[-1],) * self.inputs
+    def __call__(self, sources: list[Tensor]) -> Inputs:
+        """The last source, once for each norm."""
+        return self.norms.later([sources[-1]] * len(self.norm_names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +113,8 @@ class BlockStream:
         `rows` is what the sublayer's last product `out` multiplies. Settled in `batch`, so in the writer's visit.
         """
         self.settle()
-        base = None if self.partial is None else self.partial.float()
-        dtype = self.dtype if ends_layer else torch.float32
-
-        def work() -> Tensor:
-            return out.settle(rows, base, conv, batch)[0].to(dtype)
-
-        self.undone = work
+        base, dtype = self.partial, self.dtype if ends_layer else torch.float32
+        self.undone = lambda: out.settle(rows, base, conv, batch, dtype=dtype)[0]
 
     def settle(self) -> None:
         """Do what the last `write` left."""
@@ -104,7 +128,7 @@ class BlockStream:
         assert self.partial is not None, "nothing is written since close_block"
         return self.partial
 
-    def read(self, reads: Reads) -> tuple[Tensor, ...]:
+    def read(self, reads: Reads) -> Inputs:
         """What `reads` makes of the blocks and the running sum."""
         return reads([*self.blocks, self.current()])
 

@@ -22,7 +22,8 @@ from inkcap.ops.quantize.coded import Weights
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Activated, Caps, Normed, Routed
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Share, Slot, split
+from inkcap.parallel.share import Share, split
+from inkcap.parallel.slot import Slot
 
 DENSE = Stored()
 ALONE = Comm.alone()
@@ -160,7 +161,12 @@ class RoutedExperts:
         return routed_up(rows, route, self.routed.w13(), self.caps), route
 
     def settle(
-        self, rows: tuple[Tensor, Routed], residual: Tensor | None, conv: ShortConv, batch: Batch
+        self,
+        rows: tuple[Tensor, Routed],
+        residual: Tensor | None,
+        conv: ShortConv,
+        batch: Batch,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """residual + conv(sum over experts) and its sums of squares, as `ops.routed_settle`."""
         act, route = rows
@@ -176,9 +182,19 @@ class RoutedExperts:
                 batch.packing,
                 plane=conv.plane,
                 conv_scale=conv.scale,
+                dtype=dtype,
             )
         product = self.comm.all_reduce(routed_down(act, route, self.routed.w2()))
-        settled = sconv(product, conv.taps, view, batch.packing, plane=conv.plane, scale=conv.scale, residual=residual)
+        settled = sconv(
+            product,
+            conv.taps,
+            view,
+            batch.packing,
+            plane=conv.plane,
+            scale=conv.scale,
+            residual=residual,
+            dtype=dtype,
+        )
         return settled, None
 
 

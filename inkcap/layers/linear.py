@@ -7,7 +7,8 @@ names into these, reads the parts and calls `copy_` on the targets; a slot that 
 Parameters are plain tensors, allocated empty: no autograd, no registry, no `state_dict`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from inkcap.layers.batch import Batch
 from inkcap.layers.sconv import ShortConv
-from inkcap.ops.linear.ref import project, settle
+from inkcap.ops.linear.ref import project, project_each, settle
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Normed
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Share, Slot
+from inkcap.parallel.share import Share
+from inkcap.parallel.slot import Slot
 
 
 def prefixed(prefix: str, slots: Mapping[str, Slot]) -> dict[str, Slot]:
@@ -53,6 +55,16 @@ class Columns:
         """Normed rows [T, inputs] to one [T, columns] per part, views of one product."""
         return project(rows, self.weight).split_with_sizes(self.widths, 1)
 
+    def each(self, inputs: Sequence[Normed], counts: Sequence[int]) -> tuple[Tensor, ...]:
+        """The same from several inputs, of which the first has the first counts[0] of the parts, and so on."""
+        if all(rows is inputs[0] for rows in inputs):
+            return self(inputs[0])
+        ends = list(accumulate(counts))
+        shares = [self.widths[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        made = project_each(inputs, self.weight, [sum(widths) for widths in shares])
+        parts = (out.split_with_sizes(widths, 1) for out, widths in zip(made, shares, strict=True))
+        return tuple(chain.from_iterable(parts))
+
 
 class Row:
     """A sublayer's last matrix. Each rank multiplies its share of the inputs; the sum over ranks is the product."""
@@ -68,7 +80,13 @@ class Row:
         return {"weight": Slot(self.weight, whole, dim=1, start=self.inputs.start)}
 
     def settle(
-        self, rows: Tensor, residual: Tensor | None, conv: ShortConv, batch: Batch, scale: Tensor | None = None
+        self,
+        rows: Tensor,
+        residual: Tensor | None,
+        conv: ShortConv,
+        batch: Batch,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """residual + conv(product of rows [T, this rank's inputs] * scale) and its sums of squares, as `ops.settle`."""
         view = batch.view("sconv")
@@ -83,9 +101,19 @@ class Row:
                 plane=conv.plane,
                 scale=scale,
                 conv_scale=conv.scale,
+                dtype=dtype,
             )
         product = self.comm.all_reduce(F.linear(rows, self.weight))
         if scale is not None:
             product = (product.float() * scale).to(product.dtype)
-        settled = sconv(product, conv.taps, view, batch.packing, plane=conv.plane, scale=conv.scale, residual=residual)
+        settled = sconv(
+            product,
+            conv.taps,
+            view,
+            batch.packing,
+            plane=conv.plane,
+            scale=conv.scale,
+            residual=residual,
+            dtype=dtype,
+        )
         return settled, None

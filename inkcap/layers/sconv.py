@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from inkcap.parallel.slot import Share, Slot
+from inkcap.parallel.share import Share
+from inkcap.parallel.slot import Slot
 
 
 class ShortConv:
@@ -35,6 +36,7 @@ class DynamicTaps:
         self.heads = heads
         self.size = size
         self.static = torch.empty(width, heads.count * size, dtype=torch.float32, device=device)
+        self.turned: Tensor | None = None
 
     def slots(self) -> dict[str, Slot]:
         """`static` [width, channels]."""
@@ -42,9 +44,11 @@ class DynamicTaps:
         return {"static": Slot(self.static, (len(self.static), channels.whole), dim=1, start=channels.start)}
 
     def taps(self) -> Tensor:
-        """The static part as `ops.sconv` takes it: [channels, width], the token itself last."""
-        return self.static.flip(0).t()
+        """The static part as `ops.sconv` takes it, made once: [channels, width], the token itself last."""
+        if self.turned is None:
+            self.turned = self.static.flip(0).t()
+        return self.turned
 
     def added(self, projected: Tensor) -> Tensor:
         """A token's projection [T, heads * width] as what `ops.sconv` adds: [T, heads, width]."""
-        return projected.float().unflatten(1, (self.heads.count, -1)).flip(2)
+        return projected.unflatten(1, (self.heads.count, -1))

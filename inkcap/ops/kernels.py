@@ -5,7 +5,9 @@ from inkcap.ops.attention import triton as attention_triton
 from inkcap.ops.attn_prep import triton as attn_prep_triton
 from inkcap.ops.blocks import triton as blocks_triton
 from inkcap.ops.experts import triton as experts_triton
+from inkcap.ops.linear import each as linear_each
 from inkcap.ops.linear import triton as linear_triton
+from inkcap.ops.mix import triton as mix_triton
 from inkcap.ops.norm import triton as norm_triton
 from inkcap.ops.router import triton as router_triton
 from inkcap.ops.rows import triton as rows_triton
@@ -18,7 +20,9 @@ __all__ = [
     "attn_prep_triton",
     "blocks_triton",
     "experts_triton",
+    "linear_each",
     "linear_triton",
+    "mix_triton",
     "norm_triton",
     "router_triton",
     "rows_triton",

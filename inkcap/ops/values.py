@@ -1,5 +1,6 @@
 """What ops take besides tensors."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,7 +61,7 @@ class Normed:
         self.dtype = rows.dtype if dtype is None else dtype  # of the normed rows, which are rounded once
         self.weight = weight  # [C] fp32
         self.eps = eps
-        self.squares = squares  # [T] fp32 sums of squares of `rows`, where the op that made the rows left them
+        self.squares = squares  # [T, P] fp32, of P parts of each row, where the op that made the rows left them
         self.normed: Tensor | None = None
 
     def replaced(self, normed: Tensor) -> "Normed":
@@ -72,8 +73,41 @@ class Normed:
     def tensor(self) -> Tensor:
         """The normed rows [T, C], computed on the first call."""
         if self.normed is None:
-            self.normed = rms_norm(self.rows, self.weight, self.eps).to(self.dtype)
+            self.normed = rms_norm(self.rows, self.weight, self.eps, self.dtype)
         return self.normed
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """RMS norms of the inputs of one sublayer, which come together; one for all of them where it has a single row."""
+
+    weight: Tensor  # [N, C] fp32
+    eps: float
+    dtype: torch.dtype  # of normed rows
+
+    def of(self, number: int, rows: Tensor) -> Normed:
+        """Rows [T, C] of input `number`, to be normed."""
+        return Normed(rows, self.weight[min(number, len(self.weight) - 1)], self.eps, None, self.dtype)
+
+    def later(self, inputs: Iterable[Tensor]) -> tuple[Normed, ...]:
+        """All inputs, to be normed."""
+        return tuple(self.of(number, rows) for number, rows in enumerate(inputs))
+
+    def done(self, inputs: Iterable[Tensor]) -> tuple[Normed, ...]:
+        """All inputs, normed already."""
+        made = self.later(inputs)
+        for rows in made:
+            rows.normed = rows.rows
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """Low-rank gates of messages, G of them, which come together."""
+
+    down: Tensor  # [G, R, 2 C]: of rows, then of the message
+    forget: Tensor  # [G, C, R]
+    gain: Tensor  # [G, C, R]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def compare(geometry, steps, dtype=torch.float32, seam=False, tolerance=2e-5):
         view, n = batch.view("kv"), len(batch.ids)
         q, k, v = ((2 * torch.randn(n, each, size)).to(dtype) for each in (heads, kv, kv))
         r = torch.randn(n, heads * states + 3).to(dtype)[:, 3:].unflatten(1, (heads, states))
-        sinks = torch.randn(n, heads) if seam else None
+        sinks = torch.randn(n, heads + 3)[:, 1:-2] if seam else None  # columns of a product
         gate = torch.randn(n, heads * size + 1).to(dtype)[:, 1:] if seam else None
         got = attention_triton(q, k, v, r, scores, view, batch.packing, sinks, gate)
         want = attention.reference(q, k, v, r, scores, view, batch.packing, sinks, gate)

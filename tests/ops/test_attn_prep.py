@@ -93,7 +93,7 @@ def test_clipped_heads(scaling):
         kv, cut = batch.view("full"), slice(start, stop)
         got = attn_prep_clip(
             q[cut], k[cut], v[cut], r[cut], weights, batch.view("sconv"), kv, batch.packing, scaling,
-            added[0][cut], added[1][cut],
+            added[0][cut].flip(2), added[1][cut].flip(2),
         )  # fmt: skip
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g.double(), w[cut], rtol=1e-5, atol=1e-5)

@@ -94,7 +94,7 @@ def test_taps_added_per_token_and_head():
         added = torch.randn(n, 2, 4)
         return columns + added.repeat_interleave(3, 1), lambda who, cut, taps: {
             "taps": columns,
-            "added": torch.cat([(taps[i][0][cut[i]] - columns)[:, ::3] for i in who]),
+            "added": torch.cat([(taps[i][0][cut[i]] - columns)[:, ::3] for i in who]).flip(2),
         }
 
     for g, w in zip(*run(4, 6, "float32", make, scale=0.5), strict=True):

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from inkcap.base.errors import CheckpointMismatch
 from inkcap.base.fields import Fields
+from inkcap.cache.state import LayerState
+from inkcap.models.states import AttentionSize, declare
+from inkcap.parallel.share import Place
 
 # Settings of which the published models use one value, and this engine implements that one.
 ONLY = {
@@ -78,6 +81,36 @@ class Inkling2Config:
         passes = [(layer, number) for number in range(self.loop.passes) for layer in inside]
         before = [(layer, 0) for layer in every[: self.loop.start]]
         return (*before, *passes, *((layer, 0) for layer in every[self.loop.stop :]))
+
+    @property
+    def dense_width(self) -> None:
+        """All layers have experts."""
+        return None
+
+    @property
+    def expert_width(self) -> int:
+        """Of one expert."""
+        return self.moe_intermediate_size
+
+    def attention(self, layer: int) -> AttentionSize:
+        """The heads of a layer."""
+        if self.sliding[layer]:
+            heads = (self.swa_num_attention_heads, self.swa_num_key_value_heads, self.swa_head_dim)
+            return AttentionSize(*heads, self.sliding_window_size, self.sliding_window_size)
+        return AttentionSize(self.num_attention_heads, self.num_key_value_heads, self.head_dim, None, self.rel_extent)
+
+    def expert_layers(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(range(self.num_hidden_layers))
+
+    def quantised_layers(self) -> tuple[int, ...]:
+        """All of them."""
+        return self.expert_layers()
+
+    def states(self, place: Place, dtype: str) -> list[LayerState]:
+        """What every visit keeps on one rank."""
+        visits = (self.attention(layer) for layer, _ in self.visits())
+        return declare(visits, self.hidden_size, self.conv_kernel_size, place, dtype)
 
     @staticmethod
     def from_json(config: Mapping[str, object]) -> "Inkling2Config":

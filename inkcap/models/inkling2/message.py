@@ -1,63 +1,81 @@
 """What a later pass of the loop gets from the one before: messages, and gates that let them into a layer's inputs."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from inkcap.layers.linear import prefixed
-from inkcap.ops.mix.ref import message_gate, mix
+from inkcap.layers.blockstream import BlockMix, Inputs, Reads
+from inkcap.ops.mix.ref import message_gate, mix_shares
+from inkcap.ops.values import Gates
 from inkcap.parallel.slot import Slot
 
 ROLES = ("q", "k", "v", "mlp")
+ORDER = ("q", "k", "mlp", "v")  # in which a layer's queries over the pass before are kept
 
-Messages = tuple[Tensor, ...]  # fp32 [T, C] for each of ROLES
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """To one layer: the sources of all messages, and what each role's is made of."""
+
+    sources: list[Tensor]  # [T, C] each
+    shares: tuple[Tensor, ...]  # fp32 [T, S] for each of ROLES
 
 
-class Gate:
-    """Forgets part of an input and gains part of a message, per channel. Every rank holds all of it."""
+class MessageGates:
+    """The four gates of one layer: each forgets part of an input and gains part of a message, per channel.
+
+    Every rank holds all of them.
+    """
 
     def __init__(self, channels: int, rank: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self.down = torch.empty(rank, 2 * channels, dtype=dtype, device=device)
-        self.forget = torch.empty(channels, rank, dtype=torch.float32, device=device)
-        self.gain = torch.empty(channels, rank, dtype=torch.float32, device=device)
+        self.down = torch.empty(len(ROLES), rank, 2 * channels, dtype=dtype, device=device)
+        self.forget, self.gain = (
+            torch.empty(len(ROLES), channels, rank, dtype=dtype, device=device) for _ in ("forget", "gain")
+        )
         self.eps = eps
+        self.attention = Gates(self.down[:3], self.forget[:3], self.gain[:3])
+        self.mlp = Gates(self.down[3:], self.forget[3:], self.gain[3:])
 
     def slots(self) -> dict[str, Slot]:
-        """`down` [rank, 2 C], `forget` and `gain` [C, rank]."""
+        """`{q,k,v,mlp}.down` [R, 2 C], `.forget` and `.gain` [C, R]."""
         tensors = {"down": self.down, "forget": self.forget, "gain": self.gain}
-        return {name: Slot(tensor, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        return {
+            f"{role}.{name}": Slot(tensor[i], tuple(tensor[i].shape))
+            for i, role in enumerate(ROLES)
+            for name, tensor in tensors.items()
+        }
 
-    def __call__(self, rows: Tensor, message: Tensor) -> Tensor:
-        """fp32 rows [T, C] and message [T, C] to gated rows [T, C]."""
-        return message_gate(rows, message, self.down, self.forget, self.gain, self.eps)
+    def of_attention(self, reads: BlockMix, messages: Messages) -> Reads:
+        """Reads three inputs, through one mixture or three."""
+        return partial(self.gated, reads, self.attention, messages.sources, messages.shares[:3])
 
+    def of_mlp(self, reads: BlockMix, messages: Messages) -> Reads:
+        """Reads one input."""
+        return partial(self.gated, reads, self.mlp, messages.sources, messages.shares[3:])
 
-class Gates:
-    """The four gates of one layer."""
-
-    def __init__(self, channels: int, rank: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        every = [Gate(channels, rank, eps, dtype, device) for _ in ROLES]
-        self.attention = every[:3]
-        self.mlp = every[3]
-
-    def slots(self) -> dict[str, Slot]:
-        """`{q,k,v,mlp}.{down,forget,gain}`."""
-        gates = dict(zip(ROLES, (*self.attention, self.mlp), strict=True))
-        return {key: slot for name, gate in gates.items() for key, slot in prefixed(name, gate.slots()).items()}
+    def gated(
+        self, reads: BlockMix, gates: Gates, senders: list[Tensor], shares: tuple[Tensor, ...], sources: list[Tensor]
+    ) -> Inputs:
+        """Mixtures of `sources` with messages of `senders` let in."""
+        return message_gate(reads.mixtures(sources), senders, shares, gates, self.eps, reads.norms)
 
 
 class Messenger:
-    """Queries of every looped layer over the blocks that the pass before made. Stored in two halves, as published."""
+    """Queries of every looped layer over the blocks that the pass before made."""
 
     def __init__(self, layers: int, channels: int, eps: float, device: torch.device) -> None:
-        self.outer = torch.empty(2 * layers, channels, dtype=torch.float32, device=device)  # q, mlp of each layer
-        self.inner = torch.empty(2 * layers, channels, dtype=torch.float32, device=device)  # k, v of each layer
+        # [layers, two halves of two roles]: what is published apart lies between each other, in the order of ORDER
+        self.queries = torch.empty(2 * layers, 2, channels, dtype=torch.float32, device=device)
         self.eps = eps
 
     def slots(self) -> dict[str, Slot]:
         """`outer` and `inner` [2 layers, C]: queries of q and mlp, and of k and v, layer by layer."""
-        return {name: Slot(half, tuple(half.shape)) for name, half in (("outer", self.outer), ("inner", self.inner))}
+        halves = {name: self.queries[:, i] for i, name in enumerate(("outer", "inner"))}
+        return {name: Slot(half, tuple(half.shape)) for name, half in halves.items()}
 
-    def __call__(self, sources: list[Tensor], layer: int) -> Messages:
-        """Messages to one layer, counted from the loop's first, out of sources [T, C]."""
-        (q, mlp), (k, v) = self.outer[2 * layer : 2 * layer + 2], self.inner[2 * layer : 2 * layer + 2]
-        return mix(sources, torch.stack((q, k, v, mlp)), self.eps).unbind(0)
+    def __call__(self, sources: list[Tensor]) -> list[Messages]:
+        """Messages of a whole pass out of sources [T, C], one for each layer of the loop."""
+        shares = mix_shares(sources, self.queries.flatten(0, 1), self.eps).unflatten(0, (-1, len(ORDER)))
+        return [Messages(sources, tuple(layer[ORDER.index(role)] for role in ROLES)) for layer in shares]

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from inkcap.layers.batch import Batch
-from inkcap.layers.blockstream import BlockMix, BlockStream
+from inkcap.layers.blockstream import BlockStream
 from inkcap.layers.embed import Head, NormedEmbedding
 from inkcap.layers.formats import Stored
 from inkcap.layers.linear import prefixed
-from inkcap.models.inkling2.build import MIX_EPS, build_layer, build_looped, build_norm, declare, geometry_of
+from inkcap.models.inkling2.build import MIX_EPS, build_layer, build_looped, build_mix
 from inkcap.models.inkling2.config import Inkling2Config
-from inkcap.models.inkling2.layer import FullLayer, LoopedLayer, SlidingLayer
+from inkcap.models.inkling2.layer import DecoderLayer, LoopedLayer
 from inkcap.models.inkling2.message import Messenger
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.slot import Slot
@@ -42,7 +42,7 @@ DENSE: Mapping[int, Stored] = {}
 class Stack:
     """Layers that are visited once, in order; `first` is the visit of the first one."""
 
-    def __init__(self, layers: list[SlidingLayer | FullLayer], first: int) -> None:
+    def __init__(self, layers: list[DecoderLayer], first: int) -> None:
         self.layers = layers
         self.first = first
 
@@ -65,15 +65,15 @@ class LoopedStack:
         """All passes over all layers."""
         entry = stream.place()
         for visit, layer in enumerate(self.layers, self.first):
-            layer.forward(stream, batch.at(visit), None)
+            layer.forward(stream, batch.at(visit))
         for number in range(1, self.passes):
             done = stream.place()
             # the block that a pass closes first is the sum it started from, which every pass knows
             sources = [*done.blocks[len(entry.blocks) + 1 :], done.partial]
             stream.resume(entry)
             first = self.first + number * len(self.layers)
-            for index, layer in enumerate(self.layers):
-                layer.forward(stream, batch.at(first + index), self.messenger(sources, index))
+            for visit, (layer, messages) in enumerate(zip(self.layers, self.messenger(sources), strict=True), first):
+                layer.again(stream, batch.at(visit), messages)
 
 
 class Inkling2:
@@ -96,12 +96,11 @@ class Inkling2:
         self.vocab_size = config.unpadded_vocab_size
         self.max_length = config.max_length
         self.embed = NormedEmbedding(config.vocab_size, config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.layers: list[SlidingLayer | FullLayer | LoopedLayer] = []
+        self.layers: list[DecoderLayer | LoopedLayer] = []
         self.stacks: list[Stack | LoopedStack] = []
         self.messenger: Messenger | None = None
         self.build_stacks(config, comm, dtype, device, stored)
-        self.mix = BlockMix(config.hidden_size, 1, MIX_EPS, device)
-        self.norm = build_norm(config, dtype, device)
+        self.last = build_mix("mix", "norm", config, dtype, device)
         self.output = Head(
             config.vocab_size,
             config.unpadded_vocab_size,
@@ -112,12 +111,7 @@ class Inkling2:
             device,
             config.final_logit_softcapping,
         )
-        name = str(dtype).removeprefix("torch.")
-        self.states = [
-            state
-            for visit, (layer, _) in enumerate(config.visits())
-            for state in declare(config, visit, geometry_of(config, layer, comm), name)
-        ]
+        self.states = config.states(comm, str(dtype).removeprefix("torch."))
 
     def build_stacks(
         self,
@@ -158,23 +152,22 @@ class Inkling2:
             **prefixed("embed", self.embed.slots()),
             **{key: slot for name, slots in layers.items() for key, slot in prefixed(name, slots).items()},
             **({} if self.messenger is None else prefixed("messenger", self.messenger.slots())),
-            **prefixed("mix", self.mix.slots()),
-            **prefixed("norm", self.norm.slots()),
+            **self.last.slots(),
             **prefixed("head", self.output.slots()),
         }
 
     def unpack(self) -> None:
         """Decode what is stored in codes, layer by layer."""
         for layer in self.layers:
-            layer.parts.mlp.routed.unpack()
+            layer.unpack()
 
     def forward(self, batch: Batch) -> Tensor:
         """All visits over the step's T tokens: hidden states [T, H] after the final norm."""
         stream = BlockStream(self.embed(batch.ids))
         for stack in self.stacks:
             stack.forward(stream, batch)
-        (mixed,) = stream.read(self.mix)
-        return self.norm(mixed).tensor()
+        (hidden,) = stream.read(self.last)
+        return hidden.tensor()
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, H] to logits [S, vocab_size] in fp32, whole on every rank."""

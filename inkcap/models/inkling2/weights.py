@@ -60,4 +60,3 @@ PUBLISHED = Table(
 )
 
 TABLES = (PUBLISHED,)
-EXPERTS = (LAYER + "mlp.experts.w13_weight", LAYER + "mlp.experts.w2_weight")  # what may be quantised

@@ -191,7 +191,7 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["sequences", "most", "fars", "nears"])
 def combine_kernel(
-    sums, tops, out, sinks, gate, starts, first_of, sequences, most, fars, nears, s_gate,
+    sums, tops, out, sinks, gate, starts, first_of, sequences, most, fars, nears, s_sinks, s_gate,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, EXTENT: tl.constexpr, WINDOW: tl.constexpr,
     ONE: tl.constexpr, RP: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr,
     FAR: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -240,6 +240,6 @@ def combine_kernel(
     y = finish(
         tl.sum(acc * weight[:, None], 0)[None, :], highest + tl.zeros([1], tl.float32),
         tl.sum(total * weight, 0) + tl.zeros([1], tl.float32),
-        sinks, gate, token * HEADS + head + one, token * s_gate + head * D + channel[None, :], inside, SINKS, GATE,
+        sinks, gate, token * s_sinks + head + one, token * s_gate + head * D + channel[None, :], inside, SINKS, GATE,
     )  # fmt: skip
     tl.store(out + (token * HEADS + head) * D + channel[None, :], y.to(out.dtype.element_ty), mask=inside)

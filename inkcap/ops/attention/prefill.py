@@ -41,7 +41,7 @@ def shift_kernel(
 @triton.jit(do_not_specialize=["sequences", "least"])
 def tile_kernel(
     q, k, v, r, out, bias, sinks, gate, k_plane, v_plane, table, starts, rows, first_of,
-    sequences, least, scale, floor, alpha, s_k, s_r, s_gate, s_block, s_token, s_head, s_table,
+    sequences, least, scale, floor, alpha, s_k, s_r, s_sinks, s_gate, s_block, s_token, s_head, s_table,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATES: tl.constexpr, SP: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
     RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr, WIDTH: tl.constexpr,
@@ -127,7 +127,7 @@ def tile_kernel(
     )  # fmt: skip
     pdl.trigger(PDL)
     y = finish(
-        acc, top, total, sinks, gate, token * HEADS + of_head,
+        acc, top, total, sinks, gate, token * s_sinks + of_head,
         token[:, None] * s_gate + (of_head * D)[:, None] + rd[None, :], inside, SINKS, GATE,
     )  # fmt: skip
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)

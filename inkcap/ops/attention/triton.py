@@ -73,7 +73,8 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
     channels = 32 if plan.total > 64 else min(64, padded(size))
     combine_kernel[(plan.tiles * plan.queries, heads, triton.cdiv(size, channels))](
         sums, tops, out, q if sinks is None else sinks, q if gate is None else gate, packing.starts, packing.first,
-        sequences, most, plan.far, plan.near, 0 if gate is None else gate.stride(0),
+        sequences, most, plan.far, plan.near, 0 if sinks is None else sinks.stride(0),
+        0 if gate is None else gate.stride(0),
         heads, kv, size, extent, scores.window or 0, one, searched, plan.queries, splits.KEYS, keys,
         plan.far > 0, triton.next_power_of_2(plan.total), channels, sinks is not None, gate is not None, on,
         num_warps=4, **pdl.launch(on),
@@ -100,7 +101,8 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> Non
         q, k, v, r, out, bank, q if sinks is None else sinks, q if gate is None else gate,
         *view.planes[:2], view.table, packing.starts, packing.rows, packing.first,
         sequences, least, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
-        0 if gate is None else gate.stride(0), *view.planes[0].stride()[:3], view.table.stride(0),
+        0 if sinks is None else sinks.stride(0), 0 if gate is None else gate.stride(0), *view.planes[0].stride()[:3],
+        view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS, tiling.near,
         triton.next_power_of_2(queries + tiling.near), shift.depth, shift.zero, shift.pitch,

@@ -96,7 +96,9 @@ def routed_settle(
     *,
     plane: int,
     conv_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`settle` behind routed experts: residual + sconv(routed_down(act)) * conv_scale. Returns as `settle` does."""
     product = routed_down(act, route, w2)
-    return sconv(product, taps, view, packing, plane=plane, scale=conv_scale, residual=residual), None
+    settled = sconv(product, taps, view, packing, plane=plane, scale=conv_scale, residual=residual, dtype=dtype)
+    return settled, None

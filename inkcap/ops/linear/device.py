@@ -13,14 +13,11 @@ MOST = 2048  # elements of a row in one chunk
 def chunks(size: int) -> tuple[int, int]:
     """(length of a chunk, number of chunks) for rows of `size`; (0, 0) when they are too long for this way.
 
-    Chunks are powers of two that divide the row where four of them do, else the last one is masked.
+    Chunks are powers of two, at most four of them, of which as little as possible lies behind the row.
     """
-    length = min(size & -size, MOST)
-    if size // length <= 4:
-        return length, size // length
-    length = min(triton.next_power_of_2(size), MOST)
-    number = triton.cdiv(size, length)
-    return (length, number) if number <= 4 else (0, 0)
+    ways = [(length, triton.cdiv(size, length)) for length in (MOST >> i for i in range(MOST.bit_length()))]
+    ways = [(length, number) for length, number in ways if number <= 4]
+    return min(ways, key=lambda way: (way[0] * way[1], way[1]), default=(0, 0))
 
 
 @triton.jit

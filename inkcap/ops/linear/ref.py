@@ -1,5 +1,7 @@
 """Products with what stands around them: the norm before, and behind it the convolution and the residual addition."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,13 @@ def project(rows: Normed, weight: Tensor) -> Tensor:
 
 
 @op
+def project_each(inputs: Sequence[Normed], weight: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Several inputs [T, C], each times its own `widths` of the rows of `weight` [N, C]: [T, width] each."""
+    parts = weight.split_with_sizes(list(widths))
+    return tuple(F.linear(rows.tensor(), part) for rows, part in zip(inputs, parts, strict=True))
+
+
+@op
 def settle(
     rows: Tensor,
     weight: Tensor,
@@ -29,17 +38,19 @@ def settle(
     plane: int,
     scale: Tensor | None = None,
     conv_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The end of a sublayer: residual + sconv(rows weight^T * scale) * conv_scale. Rounds after each of the three.
 
     rows: [T, N]; weight: [C, N]; residual: [T, C], not changed, fp32 where the sum is not to be rounded, None where it
-    begins here; scale: [1] fp32; taps, view and plane as in `sconv`. Returns the new residual [T, C] and its sums of
-    squares [T] fp32, or None where whoever norms it computes them.
+    begins here; scale: [1] fp32; taps, view, plane and dtype as in `sconv`. Returns the new residual [T, C] and the
+    sums of squares [T, P] fp32 of P parts of its rows, or None where whoever norms it computes them.
     """
     product = F.linear(rows, weight)
     if scale is not None:
         product = (product.float() * scale).to(product.dtype)
-    return sconv(product, taps, view, packing, plane=plane, scale=conv_scale, residual=residual), None
+    settled = sconv(product, taps, view, packing, plane=plane, scale=conv_scale, residual=residual, dtype=dtype)
+    return settled, None
 
 
 @op

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inkcap.ops.dispatch import op
+from inkcap.ops.values import Gates, Normed, Norms
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
@@ -29,12 +30,37 @@ def mix(sources: Sequence[Tensor], queries: Tensor, eps: float) -> Tensor:
 
 
 @op
-def message_gate(rows: Tensor, message: Tensor, down: Tensor, forget: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """(1 - tanh(forget u)) rows + tanh(gain u) message, where u = down [rms(rows) | rms(message)]: [T, C] fp32.
+def mix_norm(sources: Sequence[Tensor], queries: Tensor, eps: float, norms: Norms) -> tuple[Normed, ...]:
+    """Mixtures and the norm behind each, one for each query: [T, C], rounded once, by whoever norms."""
+    return norms.later(mix(sources, queries, eps))
 
-    rows, message: [T, C] fp32; down: [R, 2 C]; forget, gain: [C, R] fp32. Both the input and the result of `down` are
-    rounded to its dtype, everything else is fp32. The message enters the sum as it is, not normed.
+
+@op
+def mix_shares(sources: Sequence[Tensor], queries: Tensor, eps: float) -> Tensor:
+    """What `mix` multiplies each source with, its norm included: [Q, T, S] fp32. Where there are many queries, whoever
+    needs a mixture sums it from these."""
+    rows = torch.stack([source.float() for source in sources])  # [S, T, C]
+    factors = torch.rsqrt(rows.square().mean(-1) + eps)  # [S, T]
+    scores = torch.einsum("qc,stc->qts", queries, rows) * factors.t() * queries.shape[1] ** -0.5
+    return scores.softmax(-1) * factors.t()
+
+
+@op
+def message_gate(
+    rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, eps: float, norms: Norms
+) -> tuple[Normed, ...]:
+    """(1 - tanh(forget u)) rows + tanh(gain u) message, where u = down [rms(rows) | rms(message)]; then normed.
+
+    rows: [R, T, C] fp32 for R gates, or [1, T, C] for all of them; sources: [T, C] each; shares: [T, S] fp32 for each
+    gate, of which its message is made as in `mix_shares`. What `down` multiplies and its result are rounded to its
+    dtype, everything else is fp32. The message enters the sum as it is, not normed. Returns [T, C] for each gate.
     """
-    both = torch.cat([unit_rms(rows, eps), unit_rms(message, eps)], 1)
-    state = F.linear(both.to(down.dtype), down).float()  # [T, R]
-    return (1 - torch.tanh(F.linear(state, forget))) * rows + torch.tanh(F.linear(state, gain)) * message
+    gated = []
+    for i, share in enumerate(shares):
+        own = rows[min(i, len(rows) - 1)]
+        message = sum(share[:, s : s + 1] * source.float() for s, source in enumerate(sources))
+        both = torch.cat([unit_rms(own, eps), unit_rms(message, eps)], 1)
+        state = F.linear(both.to(gates.down.dtype), gates.down[i]).float()  # [T, R]
+        kept = 1 - torch.tanh(F.linear(state, gates.forget[i].float()))
+        gated.append(kept * own + torch.tanh(F.linear(state, gates.gain[i].float())) * message)
+    return norms.later(gated)

@@ -8,8 +8,9 @@ from inkcap.ops.norm.ref import rms_norm
 
 
 @rms_norm.implement("cpu", when=lambda device: device.type == "cpu")
-def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """`rms_norm` of the reference, with the library's where everything is fp32 anyway."""
     if x.dtype == weight.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return rms_norm.reference(x, weight, eps)
+        out = F.rms_norm(x, weight.shape, weight, eps)
+        return out if dtype is None else out.to(dtype)
+    return rms_norm.reference(x, weight, eps, dtype)

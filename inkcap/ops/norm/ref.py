@@ -7,11 +7,14 @@ from inkcap.ops.dispatch import op
 
 
 @op
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, fp32 inside. x: [..., C]; weight: [C]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, fp32 inside, rounded to `dtype` or that of x.
+
+    x: [..., C]; weight: [C].
+    """
     rows = x.float()
     scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-    return (rows * scale * weight.float()).to(x.dtype)
+    return (rows * scale * weight.float()).to(dtype or x.dtype)
 
 
 @op

@@ -44,12 +44,12 @@ def warps(block: int) -> int:
 
 
 @rms_norm.implement("triton", when=lambda device: device.type == "cuda")
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """`rms_norm` of the reference."""
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    out = torch.empty(rows.shape, dtype=dtype or x.dtype, device=x.device)
     if len(rows):
         on, block = pdl.supported(x.device), triton.next_power_of_2(rows.shape[1])
         norm_kernel[(len(rows),)](

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inkcap.ops import paged
-from inkcap.ops.sconv.ref import sconv
+from inkcap.ops.sconv.ref import plus, sconv
 from inkcap.ops.values import GroupView, Packing
 
 
@@ -53,7 +53,7 @@ def convolve_each(own: Tensor, old: Tensor, past: Past, columns: Tensor, added: 
         inputs = torch.cat([own, old.flatten(0, 1)])
         window = torch.stack([inputs.index_select(0, source) for source in past.sources], 1)
     heads = added.shape[1]
-    taps = added.transpose(1, 2).unsqueeze(3)  # [T, W, heads, 1]
+    taps = added.flip(2).transpose(1, 2).unsqueeze(3)  # [T, W, heads, 1]
     every = columns.unflatten(1, (heads, -1)) + taps[:, :-1]  # [T, W - 1, heads, C / heads]
     made = (window.unflatten(2, (heads, -1)) * every).sum(1)
     return made.addcmul_(own.unflatten(1, (heads, -1)), taps[:, -1]).flatten(1)
@@ -70,10 +70,13 @@ def sconv_cpu(
     scale: float = 1.0,
     residual: Tensor | None = None,
     added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`sconv` of the reference for static taps, also with others added; without static ones it is left to it."""
     if taps.dim() == 3:
-        return sconv.reference(x, taps, view, packing, plane=plane, scale=scale, residual=residual, added=added)
+        return sconv.reference(
+            x, taps, view, packing, plane=plane, scale=scale, residual=residual, added=added, dtype=dtype
+        )
     width = taps.shape[1]
     columns = taps.t()  # [W, C]
     past = locate(view, packing, width)
@@ -94,4 +97,4 @@ def sconv_cpu(
         out *= scale
     out = out.to(x.dtype)
     paged.store(view, plane, x)
-    return out if residual is None else residual + out
+    return plus(residual, out, dtype)

@@ -90,7 +90,7 @@ def sconv_kernel(
             tap_at = t64[:, None] * tap_token + c // TAP_CHANNELS * tap_group + i * tap_distance
             tap = tl.load(taps + tap_at, mask=mask, other=0.0).to(tl.float32)
         if ADDED_CHANNELS > 0:
-            added_at = t64[:, None] * added_token + c // ADDED_CHANNELS * added_group + i * added_distance
+            added_at = t64[:, None] * added_token + c // ADDED_CHANNELS * added_group + back * added_distance
             tap += tl.load(added + added_at, mask=mask, other=0.0).to(tl.float32)
         if back == 0:
             total += own.to(tl.float32) * tap
@@ -130,6 +130,7 @@ def convolve(
     residual: Tensor | None,
     added: Tensor | None = None,
     before: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`sconv` of the reference; with `before` [1] fp32 it is that of x * before, rounded."""
     tokens, channels = x.shape
@@ -137,7 +138,8 @@ def convolve(
     assert x.stride(1) == state.stride(2) == 1, "channels of x and of the plane must be contiguous"
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    out = x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(residual.dtype, x.dtype))
+    summed = x.dtype if residual is None else torch.promote_types(residual.dtype, x.dtype)
+    out = x.new_empty(x.shape, dtype=dtype or summed)
     if not tokens:
         return out
     static = taps.dim() == 2
@@ -169,6 +171,7 @@ def sconv_triton(
     scale: float = 1.0,
     residual: Tensor | None = None,
     added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`sconv` of the reference."""
-    return convolve(x, taps, view, packing, plane, scale, residual, added)
+    return convolve(x, taps, view, packing, plane, scale, residual, added, dtype=dtype)

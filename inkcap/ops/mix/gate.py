@@ -1,0 +1,244 @@
+"""Gates of messages on a GPU. A message is made where it is needed: a sum over few sources, of shares that are known.
+
+Few tokens: the product down to a gate's states in one launch, that back up to channels in another, and the norm is left
+to whoever multiplies. Many: the library multiplies down, and a tile of tokens goes over the channels twice, once for
+the norm, so that no gated row is ever kept in fp32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkcap.ops import pdl
+from inkcap.ops.values import Gates, Norms
+
+FEW = 16  # tokens whose states are multiplied one by one
+MANY = 64  # tokens from which on a program has all channels of its tokens
+STATES = 2  # of a program
+CHANNELS, TOKENS = 64, 16  # of a program
+TOKENS_OF_MANY = 32  # of a program that has all channels
+
+
+@triton.jit
+def share_of(shares, gate):
+    """Where the shares of a program's gate stand."""
+    own = shares[0]
+    for i in tl.static_range(1, len(shares)):
+        if gate == i:
+            own = shares[i]
+    return own
+
+
+@triton.jit
+def message(sources, share, token, at, inside, C: tl.constexpr):
+    """Messages at channels `at` of tokens, fp32; token and at broadcast to the shape of `inside`."""
+    total = tl.zeros(inside.shape, tl.float32)
+    for i in tl.static_range(len(sources)):
+        part = tl.load(share + token * len(sources) + i, mask=token >= 0, other=0.0)
+        total += part * tl.load(sources[i] + token * C + at, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def normed_pair(rows, sources, share, token, at, held, eps, C: tl.constexpr, dtype: tl.constexpr):
+    """One token's row and message, each normed and rounded."""
+    z = tl.load(rows + token * C + at, mask=held, other=0.0)
+    m = message(sources, share, token + at * 0, at, held, C)
+    z *= tl.rsqrt(tl.sum(z * z, 0) / C + eps)
+    m *= tl.rsqrt(tl.sum(m * m, 0) / C + eps)
+    return z.to(dtype), m.to(dtype)
+
+
+@triton.jit
+def states_kernel(
+    rows, sources, shares, down, states, eps, next_rows,
+    C: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BR states of one gate and token: states [G, T, R]."""
+    pdl.trigger(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    gate = tl.program_id(2)
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    at = tl.arange(0, BLOCK)
+    held = at < C
+    w = down + (gate * R + r)[:, None] * (2 * C) + at[None, :]
+    inside = (r < R)[:, None] & held[None, :]
+    of_row = tl.load(w, mask=inside, other=0.0)
+    of_message = tl.load(w + C, mask=inside, other=0.0)
+    pdl.wait(PDL)
+    z, m = normed_pair(
+        rows + gate * next_rows, sources, share_of(shares, gate), token, at, held, eps, C, down.dtype.element_ty
+    )  # fmt: skip
+    products = of_row.to(tl.float32) * z.to(tl.float32)[None, :] + of_message.to(tl.float32) * m.to(tl.float32)[None, :]
+    to = (gate * tl.num_programs(1) + token) * R + r
+    tl.store(states + to, tl.sum(products, 1).to(states.dtype.element_ty), mask=r < R)
+
+
+@triton.jit
+def pair_kernel(rows, sources, shares, out, eps, next_rows, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out [G, T, 2 C]: what `down` multiplies."""
+    pdl.trigger(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    gate = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    held = at < C
+    pdl.wait(PDL)
+    z, m = normed_pair(
+        rows + gate * next_rows, sources, share_of(shares, gate), token, at, held, eps, C, out.dtype.element_ty
+    )  # fmt: skip
+    to = out + (gate * tl.num_programs(0) + token) * (2 * C) + at
+    tl.store(to, z, mask=held)
+    tl.store(to + C, m, mask=held)
+
+
+@triton.jit
+def tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def product(states, w, BT: tl.constexpr):
+    """States [BT, R] times w [BC, R], fp32."""
+    if BT == 1:
+        out = tl.sum(states.to(tl.float32) * w.to(tl.float32), 1)[None, :]
+    else:
+        out = tl.dot(states, tl.trans(w), input_precision="ieee")
+    return out
+
+
+@triton.jit
+def gated(rows, sources, share, states, forget, gain, token, at, inside, C: tl.constexpr, BT: tl.constexpr):
+    """The gated tile [BT, BC]; forget and gain [BC, R] are those of its channels."""
+    kept = 1.0 - tanh(product(states, forget, BT))
+    gained = tanh(product(states, gain, BT))
+    own = tl.load(rows + token * C + at, mask=inside, other=0.0)
+    return kept * own + gained * message(sources, share, token, at, inside, C)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def apply_kernel(
+    rows, sources, shares, states, forget, gain, out, tokens, next_rows,
+    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [G, T, C], fp32."""
+    pdl.trigger(PDL)
+    gate = tl.program_id(2)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    t = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
+    r = tl.arange(0, RP)
+    w = (gate * C + c)[:, None] * R + r[None, :]
+    known = (c < C)[:, None] & (r < R)[None, :]
+    own_forget = tl.load(forget + w, mask=known, other=0.0)
+    own_gain = tl.load(gain + w, mask=known, other=0.0)
+    pdl.wait(PDL)
+    mask = (t < tokens)[:, None] & (r < R)[None, :]
+    own_states = tl.load(states + (gate * tokens + t)[:, None] * R + r[None, :], mask=mask, other=0.0)
+    inside = (t < tokens)[:, None] & (c < C)[None, :]
+    held = tl.minimum(t, tokens - 1)[:, None]
+    y = gated(
+        rows + gate * next_rows, sources, share_of(shares, gate), own_states, own_forget, own_gain,
+        held, c[None, :], inside, C, BT,
+    )  # fmt: skip
+    tl.store(out + (gate * tokens + t)[:, None] * C + c[None, :], y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def norm_kernel(
+    rows, sources, shares, states, forget, gain, weights, out, tokens, next_rows, next_weight, eps,
+    C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [G, T, C], normed and rounded: one sweep over the channels for the norm, another that stores."""
+    pdl.trigger(PDL)
+    gate = tl.program_id(1)
+    t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    r = tl.arange(0, RP)
+    here = tl.arange(0, BC)
+    held = tl.minimum(t, tokens - 1)[:, None]
+    pdl.wait(PDL)
+    mask = (t < tokens)[:, None] & (r < R)[None, :]
+    own_states = tl.load(states + (gate * tokens + t)[:, None] * R + r[None, :], mask=mask, other=0.0)
+    share = share_of(shares, gate)
+    factor = tl.zeros([BT], tl.float32)
+    for sweep in tl.static_range(2):
+        squares = tl.zeros([BT], tl.float32)
+        for first in range(0, C, BC):
+            c = first + here
+            w = (gate * C + c)[:, None] * R + r[None, :]
+            known = (c < C)[:, None] & (r < R)[None, :]
+            inside = (t < tokens)[:, None] & (c < C)[None, :]
+            y = gated(
+                rows + gate * next_rows, sources, share, own_states, tl.load(forget + w, mask=known, other=0.0),
+                tl.load(gain + w, mask=known, other=0.0), held, c[None, :], inside, C, BT,
+            )  # fmt: skip
+            if sweep == 0:
+                squares += tl.sum(tl.where(inside, y * y, 0.0), 1)
+            else:
+                y *= factor[:, None] * tl.load(weights + gate * next_weight + c, mask=c < C, other=0.0)[None, :]
+                to = out + (gate * tokens + t)[:, None] * C + c[None, :]
+                tl.store(to, y.to(out.dtype.element_ty), mask=inside)
+        if sweep == 0:
+            factor = tl.rsqrt(squares / C + eps)
+
+
+def between(rows: Tensor) -> int:
+    """Elements from one gate's rows to the next one's; 0 where they share them. rows: [1 or G, T, C]."""
+    assert rows.is_contiguous(), f"rows of gates have strides {rows.stride()}; the kernels need whole ones"
+    return rows.stride(0) if len(rows) > 1 else 0
+
+
+def states_of_few(
+    rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, eps: float
+) -> Tensor:
+    """States [G, T, R], token by token."""
+    (number, rank, _), (_, tokens, channels), on = gates.down.shape, rows.shape, pdl.supported(rows.device)
+    states = torch.empty(number, tokens, rank, dtype=gates.down.dtype, device=rows.device)
+    states_kernel[(triton.cdiv(rank, STATES), tokens, number)](
+        rows, tuple(sources), tuple(shares), gates.down, states, eps, between(rows),
+        channels, triton.next_power_of_2(channels), rank, STATES, on,
+        num_warps=8, **pdl.launch(on),
+    )  # fmt: skip
+    return states
+
+
+def states_of_many(
+    rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, eps: float
+) -> Tensor:
+    """The same by one product a gate."""
+    number, (_, tokens, channels), on = len(gates.down), rows.shape, pdl.supported(rows.device)
+    pairs = torch.empty(number, tokens, 2 * channels, dtype=gates.down.dtype, device=rows.device)
+    pair_kernel[(tokens, number)](
+        rows, tuple(sources), tuple(shares), pairs, eps, between(rows), channels, triton.next_power_of_2(channels), on,
+        num_warps=8, **pdl.launch(on),
+    )  # fmt: skip
+    return torch.bmm(pairs, gates.down.transpose(1, 2))
+
+
+def apply(rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, states: Tensor) -> Tensor:
+    """Gated rows [G, T, C] fp32."""
+    (number, channels, rank), tokens, on = gates.forget.shape, rows.shape[1], pdl.supported(rows.device)
+    out = torch.empty(number, tokens, channels, dtype=torch.float32, device=rows.device)
+    bt = 1 if tokens == 1 else TOKENS
+    apply_kernel[(triton.cdiv(channels, CHANNELS), triton.cdiv(tokens, bt), number)](
+        rows, tuple(sources), tuple(shares), states, gates.forget, gates.gain, out, tokens, between(rows),
+        channels, rank, max(16, triton.next_power_of_2(rank)), CHANNELS, bt, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+    return out
+
+
+def apply_and_norm(
+    rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, states: Tensor, norms: Norms
+) -> Tensor:
+    """Gated and normed rows [G, T, C]."""
+    (number, channels, rank), tokens, on = gates.forget.shape, rows.shape[1], pdl.supported(rows.device)
+    out = torch.empty(number, tokens, channels, dtype=norms.dtype, device=rows.device)
+    norm_kernel[(triton.cdiv(tokens, TOKENS_OF_MANY), number)](
+        rows, tuple(sources), tuple(shares), states, gates.forget, gates.gain, norms.weight, out, tokens,
+        between(rows), channels if len(norms.weight) > 1 else 0, norms.eps,
+        channels, rank, max(16, triton.next_power_of_2(rank)), CHANNELS, TOKENS_OF_MANY, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+    return out
