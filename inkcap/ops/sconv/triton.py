@@ -1,4 +1,5 @@
 """The short convolution on a GPU: insert and convolve in one launch, with state addressed by absolute position.
+Tokens that are alone in their sequences need nothing of this step but their own inputs.
 
 Also the device functions with which a product's kernel convolves its own output, when every sequence has one token.
 """
@@ -47,6 +48,37 @@ def finish(product, past, tap, scale, plane, slot, at, mask, block_stride, token
     tl.store(kept, product.to(plane.dtype.element_ty), mask=mask & (slot >= 0))
     own = product.to(tl.float32)
     return ((own + past + own * tap) * scale).to(product.dtype)
+
+
+@triton.jit
+def alone_kernel(
+    x, residual, y, taps, plane, table, slots, row_of, positions, scale, before, x_stride, residual_stride,
+    tap_channel, tap_distance, block_stride, token_stride, table_stride,
+    C: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
+    BC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """For tokens that are alone in their sequences: all but their own inputs is loaded before the dependency wait."""
+    pdl.trigger(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = c < C
+    here = t + tl.arange(0, 1)
+    row, position, slot = tl.load(row_of + here), tl.load(positions + here), tl.load(slots + here)
+    past = history(
+        plane, table, taps, row, position, c, mask, block_stride, token_stride, table_stride,
+        tap_channel, tap_distance, BLOCK, W,
+    )  # fmt: skip
+    tap = tl.load(taps + c * tap_channel + (W - 1) * tap_distance, mask=mask, other=0.0)
+    if SCALED:
+        factor = tl.load(before)
+    pdl.wait(PDL)
+    own = tl.load(x + t * x_stride + c, mask=mask, other=0.0)
+    if SCALED:
+        own = (own.to(tl.float32) * factor).to(own.dtype)
+    out = finish(own, past, tap, scale, plane, slot, c, mask, block_stride, token_stride, BLOCK).to(tl.float32)
+    if RESIDUAL:
+        out += tl.load(residual + t * residual_stride + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + t * C + c, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -146,6 +178,16 @@ def convolve(
     on = pdl.supported(x.device)
     bt, bc, warps = FEW if tokens <= 64 else MANY
     bc = min(bc, triton.next_power_of_2(channels))
+    if static and added is None and packing.widest == 1:
+        alone_kernel[(tokens, triton.cdiv(channels, bc))](
+            x, x if residual is None else residual, out, taps, state, view.table, view.slots, packing.row_of,
+            packing.positions, scale, taps if before is None else before,
+            x.stride(0), 0 if residual is None else residual.stride(0), *taps.stride(),
+            state.stride(0), state.stride(1), view.table.stride(0),
+            channels, taps.shape[1], view.block, residual is not None, before is not None, bc, on,
+            num_warps=warps, **pdl.launch(on),
+        )  # fmt: skip
+        return out
     sconv_kernel[(triton.cdiv(tokens, bt), triton.cdiv(channels, bc))](
         x, taps, taps if added is None else added, x if residual is None else residual, out,
         state, view.table, view.slots, packing.row_of, packing.positions, tokens,
