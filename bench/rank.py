@@ -19,7 +19,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,11 +27,21 @@ from queue import SimpleQueue
 from random import Random
 
 import torch
+from shapes import (
+    RIVAL,
+    RIVAL_MS,
+    RIVAL_PREFILL,
+    SHAPES,
+    fewer_layers,
+    floor_seconds,
+    make_model,
+    measured_peak,
+    prefill_operations,
+)
 from torch import Tensor
 
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
 from inkcap.base.errors import EngineFault
-from inkcap.base.formats import WeightFormat
 from inkcap.base.log import start_logging
 from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams, TokenDelta
 from inkcap.base.sampling import TokenRules
@@ -41,66 +51,18 @@ from inkcap.engine.executor import DeviceExecutor, LocalExecutor
 from inkcap.engine.local import LocalEngine
 from inkcap.engine.rank import Rank
 from inkcap.layers.batch import Batch
-from inkcap.layers.experts import Experts
-from inkcap.layers.formats import Stored
-from inkcap.models.inkling.config import InklingConfig
+from inkcap.layers.mlp import GatedMlp
 from inkcap.models.inkling.model import Inkling
+from inkcap.models.inkling2.layer import LoopedLayer
+from inkcap.models.inkling2.model import Inkling2
 from inkcap.ops.dispatch import bind, table
-from inkcap.ops.router.ref import route_sink
+from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import GroupView, Packing
 from inkcap.parallel.comm import Comm
 from inkcap.runner.worker import Worker
 
-READ_BYTES_A_SECOND = 4.68e12  # what a kernel that only reads reaches on an H200, 2 GiB at a time
 STEPS = 128  # that are timed
 WARM_STEPS = 8  # before them
-DENOMINATOR = 6.0 * 448.0  # of NVFP4: largest code times largest scale
-E2M1_SIZE = 2.93  # root mean square of the sixteen codes
-
-SHAPES = {
-    # one of eight ranks of the published model: heads, experts' widths and words are divided, layers cut to 24
-    "inkling-tp8": InklingConfig(
-        hidden_size=6144,
-        num_hidden_layers=24,
-        vocab_size=25128,
-        unpadded_vocab_size=25128,
-        max_length=1 << 20,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        head_dim=128,
-        swa_num_attention_heads=8,
-        swa_num_key_value_heads=2,
-        swa_head_dim=128,
-        sliding_window_size=512,
-        local_layer_ids=tuple(layer for layer in range(24) if layer % 6 != 5),
-        d_rel=16,
-        rel_extent=1024,
-        log_scaling_n_floor=128_000,
-        log_scaling_alpha=0.1,
-        rms_norm_eps=1e-6,
-        sconv_kernel_size=4,
-        dense_layer_ids=(0, 1),
-        dense_intermediate_size=3072,
-        expert_intermediate_size=384,
-        n_routed_experts=256,
-        num_experts_per_tok=6,
-        n_shared_experts=2,
-        route_scale=8.0,
-        logits_mup_width_multiplier=1.0,
-    ),
-}
-# everything of the above at a size that a CPU runs at once
-SHAPES["tiny"] = replace(
-    SHAPES["inkling-tp8"],
-    hidden_size=256,
-    num_hidden_layers=8,
-    local_layer_ids=(0, 1, 2, 3, 4, 6, 7),
-    vocab_size=1000,
-    unpadded_vocab_size=1000,
-    dense_intermediate_size=128,
-    expert_intermediate_size=32,
-    n_routed_experts=16,
-)
 
 
 @dataclass(frozen=True)
@@ -116,7 +78,7 @@ class Sample:
 class Furnished:
     """A model that skips prompts: chunks of more than one token give zeros. Single tokens run all layers."""
 
-    def __init__(self, model: Inkling, channels: int) -> None:
+    def __init__(self, model: Inkling | Inkling2, channels: int) -> None:
         self.inner, self.channels = model, channels
         self.family, self.vocab_size = model.family, model.vocab_size
         self.max_length, self.states = model.max_length, model.states
@@ -129,42 +91,6 @@ class Furnished:
         return self.inner.forward(batch)
 
 
-def make_model(shape: InklingConfig, weights: str, device: torch.device) -> tuple[Inkling, dict[str, int]]:
-    """A model of random weights, and the bytes of its parameters as stored, by slot."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    packed = Stored(WeightFormat.NVFP4, WeightFormat.NVFP4)
-    layers = range(shape.num_hidden_layers)
-    stored = {n: packed for n in layers if not shape.dense(n)} if weights == "nvfp4" else {}
-    model = Inkling(shape, Comm.alone(), dtype, device, stored)
-    made = torch.Generator(device).manual_seed(0)
-    sizes: dict[str, int] = {}
-    for name, slot in model.slots().items():
-        target = slot.target
-        sizes[name] = target.numel() * target.element_size()
-        last = name.rsplit(".", 1)[-1]
-        if last == "codes":
-            target.random_(0, 256, generator=made)
-        elif last == "scales":
-            target.copy_(torch.rand(target.shape, generator=made, device=device) + 0.5)
-        elif last == "denominator":
-            target.fill_(DENOMINATOR)
-        elif last == "amax":  # what codes of this size must be multiplied by, times the denominator
-            inputs = shape.hidden_size if ".w13." in name else shape.expert_intermediate_size
-            target.fill_(DENOMINATOR * inputs**-0.5 / E2M1_SIZE / 1.04)
-        elif "norm" in name or last == "global_scale":
-            target.fill_(1.0 / shape.route_scale if "router" in name else 1.0)
-        elif last == "bias":
-            target.zero_()
-        elif "sconv" in name:
-            target.normal_(0, 0.1, generator=made)
-        elif name.endswith("rel.proj"):
-            target.normal_(0, 0.25, generator=made)
-        else:
-            target.normal_(0, 1.0 if name == "embed.weight" else slot.whole[-1] ** -0.5, generator=made)
-    model.unpack()
-    return model, sizes
-
-
 class LocalSum:
     """Stands for the ranks that a sum would be taken over, so that the model takes the path of several ranks."""
 
@@ -175,21 +101,23 @@ class LocalSum:
         return x
 
 
-def cut(model: Inkling) -> None:
+def cut(model: Inkling | Inkling2) -> None:
     """Part products from the convolutions behind them, where the sum over ranks stands."""
     for layer in model.layers:
-        layer.attn_out.comm = LocalSum()
-        (layer.mlp if isinstance(layer.mlp, Experts) else layer.mlp.w2).comm = LocalSum()
+        own = layer.layer if isinstance(layer, LoopedLayer) else layer
+        own.attn_out.comm = LocalSum()
+        (own.mlp.w2 if isinstance(own.mlp, GatedMlp) else own.mlp).comm = LocalSum()
 
 
-def experts_touched(model: Inkling, batch: int, device: torch.device) -> float:
-    """Distinct experts a layer, on average over layers, of `batch` random tokens at position 0."""
-    seen: list[int] = []
-    plain = route_sink.function
+def experts_touched(model: Inkling | Inkling2, batch: int, device: torch.device) -> float:
+    """Distinct experts a visit of a layer, on average over visits, of `batch` random tokens at position 0."""
+    found: list[int] = []
+    router = route_sink if isinstance(model, Inkling) else route_sigmoid
+    plain = router.function
 
     def counted(*args, **kwargs):
         route = plain(*args, **kwargs)
-        seen.append(len(route.choice.unique()))
+        found.append(len(route.choice.unique()))
         return route
 
     ids = torch.randint(0, model.vocab_size, (batch,), device=device, generator=torch.Generator(device).manual_seed(1))
@@ -208,37 +136,19 @@ def experts_touched(model: Inkling, batch: int, device: torch.device) -> float:
         for group, block in groups.items()
     }
     planes = Arena(model.states, dict.fromkeys(groups, 2), device).planes
-    route_sink.function = counted
+    router.function = counted
     try:
         with torch.inference_mode():
             model.forward(Batch(ids, packing, rows.long(), views, planes))
     finally:
-        route_sink.function = plain
-    return sum(seen) / len(seen)
-
-
-def floor_seconds(shape: InklingConfig, sizes: dict[str, int], batch: int, context: int, experts: float) -> float:
-    """Time to read what one step must read: weights used, and keys and values in sight."""
-    total = 0.0
-    for name, size in sizes.items():
-        if name == "embed.weight":
-            continue
-        total += size * experts / shape.n_routed_experts if ".experts." in name else size
-    item = 2
-    for layer in range(shape.num_hidden_layers):
-        local = shape.local(layer)
-        heads, dim = (
-            (shape.swa_num_key_value_heads, shape.swa_head_dim)
-            if local
-            else (shape.num_key_value_heads, shape.head_dim)
-        )
-        tokens = min(context, shape.sliding_window_size) if local else context
-        total += batch * tokens * heads * dim * 2 * item
-    return total / READ_BYTES_A_SECOND
+        router.function = plain
+    return sum(found) / len(found)
 
 
 @contextmanager
-def engine_of(config: EngineConfig, model: Inkling | Furnished, device: torch.device) -> Iterator[LocalEngine]:
+def engine_of(
+    config: EngineConfig, model: Inkling | Inkling2 | Furnished, device: torch.device
+) -> Iterator[LocalEngine]:
     """An engine over a built model, its cache full of random numbers."""
 
     def load() -> Rank:
@@ -403,10 +313,22 @@ def facts(device: torch.device) -> dict[str, object]:
     }
 
 
+def prefill_facts(operations: float, seconds: float, peak: float | None) -> dict[str, object]:
+    """Operations a second, and where the library's own rate is known, the floor in seconds and the share of it."""
+    found: dict[str, object] = {"tflop_per_s": round(operations / seconds / 1e12, 1)}
+    if peak is not None:
+        found |= {
+            "peak_tflop_per_s": round(peak / 1e12, 1),
+            "floor_s": round(operations / peak, 4),
+            "of_peak": round(operations / seconds / peak, 3),
+        }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="inkling-tp8")
-    parser.add_argument("--weights", choices=("bf16", "nvfp4"), default="bf16")
+    parser.add_argument("--weights", choices=("bf16", "nvfp4"), default="bf16", help="nvfp4: as published")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--decode", nargs="*", default=["1x1024"], metavar="BATCHxCONTEXT")
@@ -430,8 +352,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     shape = SHAPES[args.shape]
     if args.layers:
-        kept = tuple(n for n in shape.local_layer_ids if n < args.layers)
-        shape = replace(shape, num_hidden_layers=args.layers, local_layer_ids=kept)
+        shape = fewer_layers(shape, args.layers)
     bind(device, dict(pair.split("=") for pair in args.ops))
     begin = time.perf_counter()
     model, sizes = make_model(shape, args.weights, device)
@@ -471,7 +392,8 @@ def main() -> None:
         count += -(-batch * context // step_tokens) + 1  # sequences do not begin at the same step
         config = config_of(batch, args.longest or context + count, step_tokens, args)
         experts = experts_touched(model, batch, device)
-        floor = floor_seconds(shape, sizes, batch, context, experts)
+        rival = RIVAL_MS.get((args.shape, batch, context))
+        floor = floor_seconds(shape, model, sizes, batch, context, experts)
         begin = time.perf_counter()
         real = batch * context <= args.real
         with engine_of(config, model if real else furnished, device) as engine:
@@ -491,6 +413,7 @@ def main() -> None:
                 "slowest_ms": round(sample.slowest_seconds * 1e3, 4),
                 "floor_ms": round(floor * 1e3, 4),
                 "experts_touched": round(experts, 1),
+                **({"rival_ms": rival, "rival": RIVAL} if rival is not None else {}),
                 "first_token_s": round(sample.first_seconds, 3),
                 "ready_s": round(ready, 2),
                 "memory_GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if device.type == "cuda" else None,
@@ -508,6 +431,7 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+    peak = measured_peak(device) if args.prefill and device.type == "cuda" else None
     for length in args.prefill:
         config = config_of(1, length + 2, args.chunk, args)
         with engine_of(config, model, device) as engine:
@@ -520,6 +444,12 @@ def main() -> None:
                 "tokens": length,
                 "chunk": args.chunk,
                 "tokens_per_s": round(length / min(spent)),
+                **prefill_facts(prefill_operations(shape, model, sizes, length), min(spent), peak),
+                **(
+                    {"rival_tokens_per_s": RIVAL_PREFILL[args.shape], "rival": RIVAL}
+                    if args.shape in RIVAL_PREFILL
+                    else {}
+                ),
                 "seconds": [round(s, 4) for s in spent],
             }
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inkcap.layers.batch import Batch
 from inkcap.layers.sconv import ShortConv
-from inkcap.ops.mix.ref import mix, mix_norm
+from inkcap.ops.mix.ref import mix_norm
 from inkcap.ops.values import Normed, Norms
 from inkcap.parallel.slot import Slot
 
@@ -63,10 +63,6 @@ class BlockMix:
     def __call__(self, sources: list[Tensor]) -> Inputs:
         """One input for each query."""
         return mix_norm(sources, self.queries, self.eps, self.norms)
-
-    def mixtures(self, sources: list[Tensor]) -> Tensor:
-        """The mixtures alone: [queries, T, C] fp32."""
-        return mix(sources, self.queries, self.eps)
 
 
 class RunningSum:

@@ -21,7 +21,7 @@ from inkcap.runner.worker import Worker
 CPU = torch.device("cpu")
 SHAPE = Inkling2Config(
     hidden_size=96,
-    num_hidden_layers=5,
+    num_hidden_layers=4,
     vocab_size=64,
     unpadded_vocab_size=61,
     max_length=256,
@@ -31,11 +31,11 @@ SHAPE = Inkling2Config(
     swa_num_attention_heads=6,
     swa_num_key_value_heads=2,
     swa_head_dim=16,
-    sliding_window_size=24,
-    sliding=(True, False, True, False, True),
+    sliding_window_size=9,
+    sliding=(False, True, False, True),
     d_rel=4,
-    rel_extent=40,
-    log_scaling_n_floor=40,
+    rel_extent=12,
+    log_scaling_n_floor=8,
     log_scaling_alpha=0.1,
     rms_norm_eps=1e-6,
     conv_kernel_size=4,
@@ -48,13 +48,12 @@ SHAPE = Inkling2Config(
     final_logit_softcapping=30.0,
     qk_l2_clip_threshold=8.0,
     rel_l2_clip_threshold=4.0,
-    n_layers_per_attn_res_block=2,
-    loop=Loop(start=2, stop=4, passes=3, gate_rank=5),
+    n_layers_per_attn_res_block=1,
+    loop=Loop(start=1, stop=3, passes=2, gate_rank=5),
 )
 STORED = {
     1: Stored(WeightFormat.NVFP4, WeightFormat.NVFP4),
-    3: Stored(WeightFormat.NVFP4, WeightFormat.MXFP8),
-    4: Stored(WeightFormat.MXFP8, WeightFormat.MXFP8),
+    3: Stored(WeightFormat.MXFP8, WeightFormat.MXFP8),
 }
 
 
@@ -120,16 +119,16 @@ def generate(ops: dict[str, str], lengths: list[int], chunk: int) -> dict[str, t
             token_ids=torch.randint(0, 61, (length,), generator=made).tolist(),
             params=SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True),
             seed=number,
-            max_tokens=3,
+            max_tokens=2,
         )
         for number, length in enumerate(lengths)
     ]
     return run(worker, wanted, 0)
 
 
-@pytest.mark.parametrize(("lengths", "chunk"), [([66], 70), ([1, 30], 20)], ids=["alone", "together"])
+@pytest.mark.parametrize(("lengths", "chunk"), [([18], 70), ([1, 9], 6)], ids=["alone", "together"])
 def test_kernels_agree_with_the_references(kernels, lengths, chunk):
-    """Steps of 66 tokens and of one; of 21 and 11 tokens of two sequences, and of one of each."""
+    """Steps of 18 tokens and of one; of 7 and 4 tokens of two sequences, and of one of each."""
     expected = generate(dict.fromkeys(OPS, "ref"), lengths, chunk)
     found = generate(kernels, lengths, chunk)
     for name, (tokens, chances, _) in expected.items():

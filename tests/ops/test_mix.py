@@ -79,8 +79,9 @@ PLAIN = Norms(torch.ones(1, 12), EPS, torch.float32)
 @pytest.mark.parametrize("shared", [False, True])
 def test_gates_forget_and_gain_per_channel(shared):
     sources, shares, gates = gate_case(3)
-    rows = torch.randn(1 if shared else 3, 4, 12) * 3
-    got = message_gate(rows, sources, shares, gates, EPS, PLAIN)
+    queries, own = torch.randn(1 if shared else 3, 12), [torch.randn(4, 12) * 3 for _ in range(2)]
+    rows = mix(own, queries, EPS)
+    got = message_gate(own, queries, EPS, sources, shares, gates, PLAIN)
     for i in range(3):
         for t in range(4):
             z = rows[0 if shared else i, t].double()
@@ -93,10 +94,10 @@ def test_gates_forget_and_gain_per_channel(shared):
 
 def test_gates_round_around_their_first_product_only():
     sources, shares, gates = gate_case(1, torch.bfloat16)
-    rows = torch.randn(1, 4, 12)
-    (got,) = message_gate(rows, sources, shares, gates, EPS, PLAIN)
+    case = ([torch.randn(4, 12)], torch.randn(1, 12), EPS, sources, shares)
+    (got,) = message_gate(*case, gates, PLAIN)
     assert got.tensor().dtype == torch.float32
     exact = Gates(gates.down.float(), gates.forget.float(), gates.gain.float())
-    (unrounded,) = message_gate(rows, sources, shares, exact, EPS, PLAIN)
+    (unrounded,) = message_gate(*case, exact, PLAIN)
     assert not torch.equal(got.tensor(), unrounded.tensor())
     torch.testing.assert_close(got.tensor(), unrounded.tensor(), rtol=0.1, atol=0.1)

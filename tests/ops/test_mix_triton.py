@@ -53,13 +53,13 @@ def test_shares(tokens, monkeypatch):
 def test_gates(tokens, gates, shared, weights, monkeypatch):
     monkeypatch.setattr(kernels, "FEW", 4)
     monkeypatch.setattr(kernels, "MANY", 8)
-    rows = torch.randn(1 if shared else gates, tokens, CHANNELS)
-    sources = made_sources(2, tokens)
-    shares = mix_shares.reference(sources, torch.randn(gates, CHANNELS), EPS).unbind(0)
+    senders = made_sources(2, tokens)
+    shares = mix_shares.reference(senders, torch.randn(gates, CHANNELS), EPS).unbind(0)
     down = torch.randn(gates, RANK, 2 * CHANNELS) * (2 * CHANNELS) ** -0.5
     forget, gain = torch.randn(2, gates, CHANNELS, RANK).unbind(0)
     norms = Norms(torch.randn(weights, CHANNELS), 0.1, torch.float32)
-    case = (rows, sources, shares, Gates(down, forget, gain), EPS, norms)
+    queries = torch.randn(1 if shared else gates, CHANNELS)
+    case = (made_sources(4, tokens), queries, EPS, senders, shares, Gates(down, forget, gain), norms)
     got, want = message_gate_triton(*case), message_gate.reference(*case)
     assert len(got) == gates
     for one, other in zip(got, want, strict=True):

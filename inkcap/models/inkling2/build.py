@@ -64,7 +64,7 @@ def build_looped(
     made = build_layer(config, layer, stored, comm, dtype, device)
     mix = made.attn_input
     assert isinstance(mix, BlockMix), "the loop begins behind the first layer"
-    return LoopedLayer(made, mix, MessageGates(config.hidden_size, gate_rank, config.rms_norm_eps, dtype, device))
+    return LoopedLayer(made, mix, MessageGates(config.hidden_size, gate_rank, dtype, device))
 
 
 def assemble(

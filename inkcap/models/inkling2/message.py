@@ -29,12 +29,11 @@ class MessageGates:
     Every rank holds all of them.
     """
 
-    def __init__(self, channels: int, rank: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, channels: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.down = torch.empty(len(ROLES), rank, 2 * channels, dtype=dtype, device=device)
         self.forget, self.gain = (
             torch.empty(len(ROLES), channels, rank, dtype=dtype, device=device) for _ in ("forget", "gain")
         )
-        self.eps = eps
         self.attention = Gates(self.down[:3], self.forget[:3], self.gain[:3])
         self.mlp = Gates(self.down[3:], self.forget[3:], self.gain[3:])
 
@@ -59,7 +58,7 @@ class MessageGates:
         self, reads: BlockMix, gates: Gates, senders: list[Tensor], shares: tuple[Tensor, ...], sources: list[Tensor]
     ) -> Inputs:
         """Mixtures of `sources` with messages of `senders` let in."""
-        return message_gate(reads.mixtures(sources), senders, shares, gates, self.eps, reads.norms)
+        return message_gate(sources, reads.queries, reads.eps, senders, shares, gates, reads.norms)
 
 
 class Messenger:

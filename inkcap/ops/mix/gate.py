@@ -1,8 +1,8 @@
 """Gates of messages on a GPU. A message is made where it is needed: a sum over few sources, of shares that are known.
 
-Few tokens: the product down to a gate's states in one launch, that back up to channels in another, and the norm is left
-to whoever multiplies. Many: the library multiplies down, and a tile of tokens goes over the channels twice, once for
-the norm, so that no gated row is ever kept in fp32.
+Few tokens: mixture and product down to a gate's states in one launch, that back up to channels in another, and the norm
+is left to whoever multiplies. Many: the library multiplies down, and a tile of tokens goes over the channels twice, once
+for the norm, so that no gated row is ever kept in fp32.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
+from inkcap.ops.mix.device import LATE, weighed
 from inkcap.ops.values import Gates, Norms
 
 FEW = 16  # tokens whose states are multiplied one by one
@@ -43,22 +44,18 @@ def message(sources, share, token, at, inside, C: tl.constexpr):
 
 
 @triton.jit
-def normed_pair(rows, sources, share, token, at, held, eps, C: tl.constexpr, dtype: tl.constexpr):
-    """One token's row and message, each normed and rounded."""
-    z = tl.load(rows + token * C + at, mask=held, other=0.0)
-    m = message(sources, share, token + at * 0, at, held, C)
-    z *= tl.rsqrt(tl.sum(z * z, 0) / C + eps)
-    m *= tl.rsqrt(tl.sum(m * m, 0) / C + eps)
-    return z.to(dtype), m.to(dtype)
+def unit(x, eps, C: tl.constexpr, dtype: tl.constexpr):
+    """A row [BLOCK] over its rms, rounded."""
+    return (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)).to(dtype)
 
 
 @triton.jit
 def states_kernel(
-    rows, sources, shares, down, states, eps, next_rows,
-    C: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
+    sources, queries, rows, senders, shares, down, states, mix_eps, eps, next_query, next_rows,
+    EARLY: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BR states of one gate and token: states [G, T, R]."""
-    pdl.trigger(PDL)
+    """The mixture that a gate lets its message into, rows [1 or G, T, C], and BR states of one gate and token:
+    states [G, T, R]. Every program makes the mixture for itself; the first of a gate leaves it."""
     token = tl.program_id(1).to(tl.int64)
     gate = tl.program_id(2)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -68,13 +65,16 @@ def states_kernel(
     inside = (r < R)[:, None] & held[None, :]
     of_row = tl.load(w, mask=inside, other=0.0)
     of_message = tl.load(w + C, mask=inside, other=0.0)
-    pdl.wait(PDL)
-    z, m = normed_pair(
-        rows + gate * next_rows, sources, share_of(shares, gate), token, at, held, eps, C, down.dtype.element_ty
-    )  # fmt: skip
-    products = of_row.to(tl.float32) * z.to(tl.float32)[None, :] + of_message.to(tl.float32) * m.to(tl.float32)[None, :]
-    to = (gate * tl.num_programs(1) + token) * R + r
-    tl.store(states + to, tl.sum(products, 1).to(states.dtype.element_ty), mask=r < R)
+    query = tl.load(queries + gate * next_query + at, mask=held, other=0.0)
+    z, total, _, _ = weighed(sources, query, token, at, held, mix_eps, C, EARLY, PDL)
+    z /= total
+    m = message(senders, share_of(shares, gate), token + at * 0, at, held, C)
+    if (tl.program_id(0) == 0) & ((gate == 0) | (next_rows > 0)):
+        tl.store(rows + gate * next_rows + token * C + at, z, mask=held)
+    zn = unit(z, eps, C, down.dtype.element_ty).to(tl.float32)
+    mn = unit(m, eps, C, down.dtype.element_ty).to(tl.float32)
+    out = tl.sum(of_row.to(tl.float32) * zn[None, :] + of_message.to(tl.float32) * mn[None, :], 1)
+    tl.store(states + (gate * tl.num_programs(1) + token) * R + r, out.to(states.dtype.element_ty), mask=r < R)
 
 
 @triton.jit
@@ -86,12 +86,11 @@ def pair_kernel(rows, sources, shares, out, eps, next_rows, C: tl.constexpr, BLO
     at = tl.arange(0, BLOCK)
     held = at < C
     pdl.wait(PDL)
-    z, m = normed_pair(
-        rows + gate * next_rows, sources, share_of(shares, gate), token, at, held, eps, C, out.dtype.element_ty
-    )  # fmt: skip
+    z = tl.load(rows + gate * next_rows + token * C + at, mask=held, other=0.0)
+    m = message(sources, share_of(shares, gate), token + at * 0, at, held, C)
     to = out + (gate * tl.num_programs(0) + token) * (2 * C) + at
-    tl.store(to, z, mask=held)
-    tl.store(to + C, m, mask=held)
+    tl.store(to, unit(z, eps, C, out.dtype.element_ty), mask=held)
+    tl.store(to + C, unit(m, eps, C, out.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -190,23 +189,31 @@ def between(rows: Tensor) -> int:
 
 
 def states_of_few(
-    rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, eps: float
-) -> Tensor:
-    """States [G, T, R], token by token."""
-    (number, rank, _), (_, tokens, channels), on = gates.down.shape, rows.shape, pdl.supported(rows.device)
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    mix_eps: float,
+    senders: Sequence[Tensor],
+    shares: Sequence[Tensor],
+    gates: Gates,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Mixtures [Q, T, C] fp32, and states [G, T, R], token by token."""
+    (number, rank, _), (tokens, channels), on = gates.down.shape, sources[0].shape, pdl.supported(queries.device)
+    rows = torch.empty(len(queries), tokens, channels, dtype=torch.float32, device=queries.device)
     states = torch.empty(number, tokens, rank, dtype=gates.down.dtype, device=rows.device)
     states_kernel[(triton.cdiv(rank, STATES), tokens, number)](
-        rows, tuple(sources), tuple(shares), gates.down, states, eps, between(rows),
+        tuple(sources), queries, rows, tuple(senders), tuple(shares), gates.down, states, mix_eps, eps,
+        channels if len(queries) > 1 else 0, between(rows), max(0, len(sources) - LATE),
         channels, triton.next_power_of_2(channels), rank, STATES, on,
         num_warps=8, **pdl.launch(on),
     )  # fmt: skip
-    return states
+    return rows, states
 
 
 def states_of_many(
     rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, eps: float
 ) -> Tensor:
-    """The same by one product a gate."""
+    """States [G, T, R] of known mixtures, by one product a gate."""
     number, (_, tokens, channels), on = len(gates.down), rows.shape, pdl.supported(rows.device)
     pairs = torch.empty(number, tokens, 2 * channels, dtype=gates.down.dtype, device=rows.device)
     pair_kernel[(tokens, number)](

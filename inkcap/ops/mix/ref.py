@@ -47,19 +47,26 @@ def mix_shares(sources: Sequence[Tensor], queries: Tensor, eps: float) -> Tensor
 
 @op
 def message_gate(
-    rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, eps: float, norms: Norms
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    eps: float,
+    senders: Sequence[Tensor],
+    shares: Sequence[Tensor],
+    gates: Gates,
+    norms: Norms,
 ) -> tuple[Normed, ...]:
-    """(1 - tanh(forget u)) rows + tanh(gain u) message, where u = down [rms(rows) | rms(message)]; then normed.
+    """(1 - tanh(forget u)) mixture + tanh(gain u) message, where u = down [rms(mixture) | rms(message)]; then normed.
 
-    rows: [R, T, C] fp32 for R gates, or [1, T, C] for all of them; sources: [T, C] each; shares: [T, S] fp32 for each
-    gate, of which its message is made as in `mix_shares`. What `down` multiplies and its result are rounded to its
-    dtype, everything else is fp32. The message enters the sum as it is, not normed. Returns [T, C] for each gate.
+    sources, eps: of `mix`; queries: [G, C] for G gates, or [1, C] for all of them; senders: [T, C] each; shares: [T, S]
+    fp32 for each gate, of which its message is made as in `mix_shares`. What `down` multiplies and its result are
+    rounded to its dtype, everything else is fp32. The message enters the sum as it is, not normed. All other norms have
+    the eps of `norms`. Returns [T, C] for each gate.
     """
-    gated = []
+    gated, rows = [], mix(sources, queries, eps)
     for i, share in enumerate(shares):
         own = rows[min(i, len(rows) - 1)]
-        message = sum(share[:, s : s + 1] * source.float() for s, source in enumerate(sources))
-        both = torch.cat([unit_rms(own, eps), unit_rms(message, eps)], 1)
+        message = sum(share[:, s : s + 1] * sender.float() for s, sender in enumerate(senders))
+        both = torch.cat([unit_rms(own, norms.eps), unit_rms(message, norms.eps)], 1)
         state = F.linear(both.to(gates.down.dtype), gates.down[i]).float()  # [T, R]
         kept = 1 - torch.tanh(F.linear(state, gates.forget[i].float()))
         gated.append(kept * own + torch.tanh(F.linear(state, gates.gain[i].float())) * message)

@@ -1,8 +1,6 @@
 """Mixtures on a GPU: a program has one token and one query, and reads each source once.
 
-Its floor is the sources' bytes; at decode it is all latency. Blocks are finished long before they are mixed, so all
-sources but the last two, of which one may be a block just closed, are read before the dependency wait. For the same
-reason the kernel triggers after its wait: what it waited for is complete when anything behind it starts.
+Its floor is the sources' bytes; at decode it is all latency. See mix/device.py for what is read early.
 """
 
 from collections.abc import Sequence
@@ -13,24 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
+from inkcap.ops.mix.device import LATE, weighed
 from inkcap.ops.mix.gate import FEW, MANY, apply, apply_and_norm, states_of_few, states_of_many
 from inkcap.ops.mix.ref import message_gate, mix, mix_norm, mix_shares
 from inkcap.ops.values import Gates, Normed, Norms
-
-LATE = 2  # sources that may have been written just now
-
-
-@triton.jit
-def both(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def score(x, query, eps, C: tl.constexpr):
-    """(score of a source's row, its 1 / rms)."""
-    squares, product = tl.reduce((x * x, x * query), 0, both)
-    factor = tl.rsqrt(squares / C + eps)
-    return product * factor * (C**-0.5), factor
 
 
 @triton.jit
@@ -48,32 +32,7 @@ def mix_kernel(
     if NORMED:
         weight = tl.load(weights + number * next_weight + at, mask=held, other=0.0)
     row = (number * tl.num_programs(0) + token) * (len(sources) if SHARES else C)
-    acc = tl.zeros([BLOCK], tl.float32)
-    top = -float("inf")
-    total = 0.0
-    kept = ()
-    for i in tl.static_range(EARLY):
-        x = tl.load(sources[i] + token * C + at, mask=held, other=0.0).to(tl.float32)
-        z, factor = score(x, query, eps, C)
-        higher = tl.maximum(top, z)
-        shrink, p = tl.exp(top - higher), tl.exp(z - higher)
-        acc = acc * shrink + x * (p * factor)
-        total = total * shrink + p
-        top = higher
-        kept += ((z, factor),)
-    pdl.wait(PDL)
-    pdl.trigger(PDL)
-    late = ()
-    for i in tl.static_range(EARLY, len(sources)):  # all loads before the first sum
-        late += (tl.load(sources[i] + token * C + at, mask=held, other=0.0).to(tl.float32),)
-    for i in tl.static_range(len(sources) - EARLY):
-        z, factor = score(late[i], query, eps, C)
-        higher = tl.maximum(top, z)
-        shrink, p = tl.exp(top - higher), tl.exp(z - higher)
-        acc = acc * shrink + late[i] * (p * factor)
-        total = total * shrink + p
-        top = higher
-        kept += ((z, factor),)
+    acc, total, top, kept = weighed(sources, query, token, at, held, eps, C, EARLY, PDL)
     if SHARES:
         for i in tl.static_range(len(sources)):
             tl.store(out + row + i, tl.exp(kept[i][0] - top) / total * kept[i][1])
@@ -90,9 +49,7 @@ def launch(
     """Launch `mix_kernel` for one token or more; returns `out`."""
     (tokens, channels), on = sources[0].shape, pdl.supported(queries.device)
     for source in sources:
-        assert source.is_contiguous(), (
-            f"a source of a mixture has strides {source.stride()}; the kernel needs whole rows"
-        )
+        assert source.is_contiguous(), f"a source has strides {source.stride()}; the kernel needs whole rows"
     weight = queries if norms is None else norms.weight
     block = triton.next_power_of_2(channels)
     mix_kernel[(tokens, len(queries))](
@@ -130,11 +87,21 @@ def mix_shares_triton(sources: Sequence[Tensor], queries: Tensor, eps: float) ->
 
 @message_gate.implement("triton", when=lambda device: device.type == "cuda")
 def message_gate_triton(
-    rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, eps: float, norms: Norms
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    eps: float,
+    senders: Sequence[Tensor],
+    shares: Sequence[Tensor],
+    gates: Gates,
+    norms: Norms,
 ) -> tuple[Normed, ...]:
     """`message_gate` of the reference. The inputs of many tokens come normed."""
-    tokens = rows.shape[1]
-    states = (states_of_few if tokens <= FEW else states_of_many)(rows, sources, shares, gates, eps)
+    tokens = len(sources[0])
+    if tokens <= FEW:
+        rows, states = states_of_few(sources, queries, eps, senders, shares, gates, norms.eps)
+    else:
+        rows = mix_triton(sources, queries, eps)
+        states = states_of_many(rows, senders, shares, gates, norms.eps)
     if tokens <= MANY:
-        return norms.later(apply(rows, sources, shares, gates, states))
-    return norms.done(apply_and_norm(rows, sources, shares, gates, states, norms))
+        return norms.later(apply(rows, senders, shares, gates, states))
+    return norms.done(apply_and_norm(rows, senders, shares, gates, states, norms))
