@@ -23,5 +23,5 @@ class RMSNorm:
         return {"weight": Slot(self.weight, tuple(self.weight.shape))}
 
     def __call__(self, rows: Tensor, squares: Tensor | None = None) -> Normed:
-        """rows [T, C] and, where known, their sums of squares [T]."""
+        """rows [T, C] and, where known, the sums of squares [T, P] of their parts."""
         return Normed(rows, self.weight, self.eps, squares, self.dtype)

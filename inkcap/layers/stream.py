@@ -19,7 +19,7 @@ class Settles(Protocol[Value]):
     def settle(
         self, rows: Value, residual: Tensor | None, conv: ShortConv, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
-        """The new residual [T, C], or what begins one, and its sums of squares [T] where they were computed."""
+        """The new residual [T, C], or what begins one, and the sums of squares [T, P] of its parts where computed."""
         ...
 
 
@@ -28,7 +28,7 @@ class ResidualStream:
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden  # [T, C]
-        self.squares: Tensor | None = None  # [T] fp32, of `hidden`
+        self.squares: Tensor | None = None  # [T, P] fp32, of P parts of `hidden`
         self.undone: Callable[[], tuple[Tensor, Tensor | None]] | None = None
 
     def write(self, rows: Value, out: Settles[Value], conv: ShortConv, batch: Batch) -> None:

@@ -51,13 +51,13 @@ def check_halves(bits, channels, units, tokens, dtype):
     torch.testing.assert_close(got, want, **close)
 
 
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 3, 17])
 @pytest.mark.parametrize(("bits", "channels", "units"), SIZES)
 def test_both_halves(bits, channels, units, tokens):
     check_halves(bits, channels, units, tokens, torch.float32)
 
 
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 9, 17])
 def test_both_halves_in_half_precision(tokens):
     check_halves(4, 64, 32, tokens, torch.float16)
 
@@ -76,7 +76,7 @@ def test_routed_experts_alone(bits, tokens):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_wide_tiles_have_tokens_as_the_first_operand(monkeypatch, bits):
     monkeypatch.setattr(kernels, "width_of", lambda uses, experts: 128)
-    check_halves(bits, 64, 32, 9, torch.float32)
+    check_halves(bits, 64, 32, 17, torch.float32)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -120,7 +120,7 @@ def test_every_code_and_scale_is_exact(bits):
         w.scales.view(torch.uint8)[0] = scale
         if w.factor is not None:
             w.factor.fill_(1.0)
-        for tokens in (1, 2):
+        for tokens in (1, 2, 17):
             route = test_experts.routed(tokens, 1, 1, 0)
             route.weights.fill_(1.0)
             act = torch.zeros(tokens, 1, block)

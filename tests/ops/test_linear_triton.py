@@ -5,8 +5,8 @@ import torch
 from ops.shapes import SETTLES, same_dtype, settle_case
 
 from inkcap.ops.linear.device import chunks
-from inkcap.ops.linear.ref import logits, project, settle
-from inkcap.ops.linear.triton import logits_triton, project_triton, settle_triton
+from inkcap.ops.linear.ref import logits, product, project, settle
+from inkcap.ops.linear.triton import logits_triton, product_triton, project_triton, settle_triton
 from inkcap.ops.values import Normed
 
 
@@ -31,12 +31,31 @@ def test_project(tokens, inputs, outputs):
     torch.testing.assert_close(got, project.reference(Normed(x, norm, 1e-2), weight), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("length", "parts"), [(300, 3), (64, 1)])
+def test_project_norms_a_few_rows_on_the_way_where_their_squares_are_known(length, parts):
+    x, norm, weight = torch.randn(5, length), torch.rand(length) + 0.5, torch.randn(70, length)
+    squares = torch.stack([part.square().sum(1) for part in x.chunk(parts, 1)], 1)
+    rows = Normed(x, norm, 1e-2, squares)
+    got = project_triton(rows, weight)
+    want = Normed(x, norm, 1e-2)
+    torch.testing.assert_close(got, project.reference(want, weight), rtol=1e-4, atol=1e-4)
+    assert rows.normed is not None
+    torch.testing.assert_close(rows.normed, want.tensor(), rtol=1e-5, atol=1e-5)
+
+
 def test_project_takes_fp32_rows_that_are_normed_to_another_dtype():
     x, norm, weight = torch.randn(1, 64), torch.rand(64), torch.randn(9, 64).half()
     got = project_triton(Normed(x, norm, 1e-6, dtype=torch.float16), weight)
     want = project.reference(Normed(x, norm, 1e-6, dtype=torch.float16), weight)
     assert got.dtype == torch.float16
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pytest.mark.parametrize(("inputs", "outputs"), [(300, 70), (8200, 3)])
+def test_product(tokens, inputs, outputs):
+    x, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
+    torch.testing.assert_close(product_triton(x, weight), product.reference(x, weight), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", SETTLES)
@@ -48,8 +67,9 @@ def test_settle(case):
         after = plane.clone()
         plane.copy_(kept)
         got, squares = settle_triton(**arguments)
-        assert squares is None
         assert same_dtype(got, want)
+        if squares is not None:
+            torch.testing.assert_close(squares.sum(1), got.float().square().sum(1), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(plane, after, rtol=1e-4, atol=1e-4, equal_nan=True)
 

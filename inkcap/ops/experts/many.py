@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inkcap.ops import pdl
 from inkcap.ops.act.triton import gated
 from inkcap.ops.experts.group import Tiles
+from inkcap.ops.linear.few import keep_square
 from inkcap.ops.sconv.triton import finish, history
 from inkcap.ops.values import Caps
 
@@ -102,10 +103,10 @@ def grouped_kernel(
 
 @triton.jit
 def combine_kernel(
-    products, weights, shared, residual, y, taps, plane, table, slots, row_of, positions, conv_scale,
+    products, weights, shared, residual, y, squares, taps, plane, table, slots, row_of, positions, conv_scale,
     block_stride, token_stride, table_stride, tap_channel, tap_distance,
     CONVOLVED: tl.constexpr, SHARED: tl.constexpr, RESIDUAL: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
-    TOP: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    SQUARED: tl.constexpr, TOP: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's sum over its experts; convolved when it is the only token of its sequence in this step."""
     pdl.trigger(PDL)
@@ -133,7 +134,10 @@ def combine_kernel(
     out = out.to(tl.float32)
     if RESIDUAL:
         out += tl.load(residual + t * C + c, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + t * C + c, out.to(y.dtype.element_ty), mask=mask)
+    out = out.to(y.dtype.element_ty)
+    tl.store(y + t * C + c, out, mask=mask)
+    if SQUARED:
+        keep_square(squares, out, t, mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
 from inkcap.ops.experts.coded_many import coded_width_of, grouped_coded, stored
 from inkcap.ops.experts.coded_row import down_row_coded, up_row_coded
-from inkcap.ops.experts.group import Tiles, tiles, width_of
+from inkcap.ops.experts.few import FEW, grouped_few
+from inkcap.ops.experts.group import tiles, width_of
 from inkcap.ops.experts.many import Also, combine_kernel, grouped
 from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up, routed_down, routed_settle, routed_up
 from inkcap.ops.experts.row import down_row, up_row
@@ -34,7 +35,7 @@ def up(
     rows: Normed, route: Routed, w13: Weights, shared_w13: Tensor | None, caps: Caps | None
 ) -> tuple[Tensor, Tensor]:
     """Activations of the routed and of the shared experts."""
-    (tokens, top_k), (experts, columns, length) = route.choice.shape, w13.shape
+    (tokens, top_k), (_, columns, length) = route.choice.shape, w13.shape
     shared = 0 if shared_w13 is None else len(shared_w13)
     device = rows.rows.device
     out = torch.empty(tokens, top_k, columns // 2, dtype=rows.dtype, device=device)
@@ -69,20 +70,14 @@ def up(
     elif shared_w13 is not None:
         shared_out = swiglu(F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (shared, -1)), route.gammas)
     if tokens:
-        uses = tiles(route, experts, width_for(w13, tokens * top_k))
-        products_of(x, w13, uses, top_k, out, paired=True, caps=caps, also=also)
+        products_of(x, w13, route, top_k, out, paired=True, caps=caps, also=also)
     return out, shared_out
-
-
-def width_for(w: Weights, uses: int) -> int:
-    """Uses of a tile, for weights of either kind."""
-    return coded_width_of(uses, len(w)) if isinstance(w, Coded) else width_of(uses, len(w))
 
 
 def products_of(
     x: Tensor,
     w: Weights,
-    uses: Tiles,
+    route: Routed,
     share: int,
     out: Tensor,
     *,
@@ -90,7 +85,12 @@ def products_of(
     caps: Caps | None = None,
     also: Also | None = None,
 ) -> Tensor:
-    """`grouped` with weights of either kind."""
+    """`grouped` for all uses of a routing, with weights of either kind."""
+    tokens, number = len(route.choice), route.choice.numel()
+    if tokens <= FEW and isinstance(w, Coded):
+        return grouped_few(x, w, route, share, out, paired=paired, caps=caps, also=also)
+    width = coded_width_of(number, len(w)) if isinstance(w, Coded) else width_of(number, len(w))
+    uses = tiles(route, len(w), width)
     if isinstance(w, Coded):
         return grouped_coded(x, w, uses, share, out, paired=paired, caps=caps, also=also)
     return grouped(x, w, uses, share, out, paired=paired, caps=caps, also=also)
@@ -108,16 +108,17 @@ def down(
     packing: Packing | None,
     plane: int,
     conv_scale: float,
-) -> Tensor:
-    """Sum over experts [T, C], then convolution and addition where there are taps."""
-    (tokens, top_k, length), (experts, channels, _) = act.shape, w2.shape
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum over experts [T, C], then convolution and addition where there are taps; squares as `settle` returns them."""
+    (tokens, top_k, length), channels = act.shape, w2.shape[1]
     bk, number = chunks(length)
     convolved = taps is not None and view is not None and packing is not None
     inside = convolved and packing.widest == 1  # every token's other inputs are in the state
-    dtype = act.dtype if residual is None or not inside else residual.dtype
-    out = torch.empty(tokens, channels, dtype=dtype, device=act.device)
+    summed = act.dtype if residual is None else residual.dtype
+    out = torch.empty(tokens, channels, dtype=(dtype or summed) if inside else act.dtype, device=act.device)
     if not tokens:
-        return out
+        return out, None
     on = pdl.supported(act.device)
     act, base = act.contiguous(), residual.contiguous() if inside and residual is not None else None
     if inside:
@@ -138,7 +139,7 @@ def down(
                 triton.next_power_of_2(max(1, shared)), w2.bits, length, bk, number, bn, on,
                 num_warps=warps, **pdl.launch(on),
             )  # fmt: skip
-            return out
+            return out, None
         bn, warps = DOWN
         down_row[(triton.cdiv(channels, bn),)](
             act, act if shared_act is None else shared_act, w2, w2 if shared_w2 is None else shared_w2,
@@ -146,8 +147,7 @@ def down(
             inside, base is not None, *window, top_k, shared, triton.next_power_of_2(top_k + shared),
             length, bk, number, bn, on, num_warps=warps, **pdl.launch(on),
         )  # fmt: skip
-        return out
-    uses = tiles(route, experts, width_for(w2, tokens * top_k))
+        return out, None
     products = torch.empty(tokens * top_k, channels, dtype=act.dtype, device=act.device)
     shared, also = products, None
     many = 0  # shared products of a token
@@ -158,16 +158,19 @@ def down(
     elif shared_act is not None and shared_w2 is not None:
         many = 1
         shared = F.linear(shared_act.flatten(1), shared_w2.flatten(1))
-    products_of(act, w2, uses, 1, products, paired=False, also=also)
+    products_of(act, w2, route, 1, products, paired=False, also=also)
     bc = min(COMBINED, triton.next_power_of_2(channels))
-    combine_kernel[(tokens, triton.cdiv(channels, bc))](
+    blocks = triton.cdiv(channels, bc)
+    squares = torch.empty(tokens, blocks, dtype=torch.float32, device=act.device) if inside else None
+    combine_kernel[(tokens, blocks)](
         products, route.weights, shared, products if base is None else base, out,
-        *where, conv_scale, *strides, inside, many, base is not None, *window, top_k, channels, bc, on,
+        products if squares is None else squares, *where, conv_scale, *strides,
+        inside, many, base is not None, *window, inside, top_k, channels, bc, on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     if convolved and not inside:
-        return convolve(out, taps, view, packing, plane, conv_scale, residual)
-    return out
+        return convolve(out, taps, view, packing, plane, conv_scale, residual, dtype=dtype), None
+    return out, squares
 
 
 @experts_up.implement("triton", when=lambda device: device.type == "cuda")
@@ -179,7 +182,7 @@ def experts_up_triton(rows: Normed, route: Routed, w13: Weights, shared_w13: Ten
 @experts_down.implement("triton", when=lambda device: device.type == "cuda")
 def experts_down_triton(act: Activated, w2: Weights, shared_w2: Tensor) -> Tensor:
     """`experts_down` of the reference."""
-    return down(act.routed, act.shared, act.route, w2, shared_w2, None, None, None, None, 0, 1.0)
+    return down(act.routed, act.shared, act.route, w2, shared_w2, None, None, None, None, 0, 1.0)[0]
 
 
 @experts_settle.implement("triton", when=lambda device: device.type == "cuda")
@@ -195,7 +198,7 @@ def experts_settle_triton(
     plane: int,
 ) -> tuple[Tensor, Tensor | None]:
     """`experts_settle` of the reference."""
-    return down(act.routed, act.shared, act.route, w2, shared_w2, residual, taps, view, packing, plane, 1.0), None
+    return down(act.routed, act.shared, act.route, w2, shared_w2, residual, taps, view, packing, plane, 1.0)
 
 
 @routed_up.implement("triton", when=lambda device: device.type == "cuda")
@@ -207,7 +210,7 @@ def routed_up_triton(rows: Normed, route: Routed, w13: Weights, caps: Caps | Non
 @routed_down.implement("triton", when=lambda device: device.type == "cuda")
 def routed_down_triton(act: Tensor, route: Routed, w2: Weights) -> Tensor:
     """`routed_down` of the reference."""
-    return down(act, None, route, w2, None, None, None, None, None, 0, 1.0)
+    return down(act, None, route, w2, None, None, None, None, None, 0, 1.0)[0]
 
 
 @routed_settle.implement("triton", when=lambda device: device.type == "cuda")
@@ -222,6 +225,7 @@ def routed_settle_triton(
     *,
     plane: int,
     conv_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`routed_settle` of the reference."""
-    return down(act, None, route, w2, None, residual, taps, view, packing, plane, conv_scale), None
+    return down(act, None, route, w2, None, residual, taps, view, packing, plane, conv_scale, dtype)

@@ -11,14 +11,17 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.sconv.triton import finish, history
+from inkcap.ops.values import Normed
 
 ROWS, LENGTH = 64, 256  # of a tile of weights
+SETTLED = 512  # channels of a program that sums parts and convolves
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def part_kernel(
-    x, w, parts, tokens, rows, x_stride, w_stride,
-    K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    x, w, parts, norm, squares, normed, eps, tokens, rows, x_stride, w_stride,
+    SQUARES: tl.constexpr,  # sums of squares of a row of x; 0: it is not to be normed
+    BS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile [tokens, BN] of one part of a product [parts, tokens, rows]."""
     pdl.trigger(PDL)
@@ -30,9 +33,18 @@ def part_kernel(
         own = tl.load(w + held[:, None] * w_stride + k[None, :], eviction_policy="evict_first")
     else:
         own = tl.load(w + held[:, None] * w_stride + k[None, :], mask=(k < K)[None, :], other=0.0)
+    if SQUARES > 0:
+        scale = tl.load(norm + k, mask=k < K, other=0.0)
     pdl.wait(PDL)
     mask = (m < tokens)[:, None] & (k < K)[None, :]
     a = tl.load(x + m[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
+    if SQUARES > 0:
+        s = tl.arange(0, BS)[None, :]
+        sums = tl.load(squares + m[:, None] * SQUARES + s, mask=(m < tokens)[:, None] & (s < SQUARES), other=0.0)
+        a = a.to(tl.float32) * tl.rsqrt(tl.sum(sums, 1) / K + eps)[:, None] * scale[None, :]
+        a = a.to(w.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(normed + m[:, None] * K + k[None, :], a, mask=mask)
     out = tl.trans(tl.dot(own, tl.trans(a), input_precision="ieee"))
     to = parts + (tl.program_id(1) * tokens + m)[:, None] * rows + n[None, :]
     tl.store(to, out, mask=(m < tokens)[:, None] & (n < rows)[None, :])
@@ -55,9 +67,16 @@ def sum_kernel(parts, y, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl
     tl.store(y + at, summed(parts, size, at, at < size, PARTS).to(y.dtype.element_ty), mask=at < size)
 
 
+@triton.jit
+def keep_square(squares, out, t, mask):
+    """Leave the sum of squares of a program's part of row t, whose programs are numbered along axis 1."""
+    own = tl.where(mask, out.to(tl.float32), 0.0)
+    tl.store(squares + t * tl.num_programs(1) + tl.program_id(1), tl.sum(own * own, 0))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def settle_kernel(
-    parts, residual, y, taps, plane, table, slots, row_of, positions, scale, conv_scale, tokens, rows,
+    parts, residual, y, squares, taps, plane, table, slots, row_of, positions, scale, conv_scale, tokens, rows,
     block_stride, token_stride, table_stride, tap_channel, tap_distance, x,
     W: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr,
     BN: tl.constexpr, PDL: tl.constexpr,
@@ -81,20 +100,36 @@ def settle_kernel(
     out = finish(out, past, own_tap, conv_scale, plane, slot, n, mask, block_stride, token_stride, BLOCK).to(tl.float32)
     if RESIDUAL:
         out += tl.load(residual + t * rows + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + t * rows + n, out.to(y.dtype.element_ty), mask=mask)
+    out = out.to(y.dtype.element_ty)
+    tl.store(y + t * rows + n, out, mask=mask)
+    keep_square(squares, out, t, mask)
 
 
-def in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] times `weight` [N, K] as fp32 parts [P, T, N], whose sum it is. Rows must be contiguous."""
+def in_parts(x: Tensor, weight: Tensor, norm: Normed | None = None) -> Tensor:
+    """x [T, K] times `weight` [N, K] as fp32 parts [P, T, N], whose sum it is. Rows must be contiguous.
+
+    With `norm`, x are its rows with known sums of squares; they are normed on the way, and `norm` has the normed ones.
+    """
     (rows, length), tokens, on = weight.shape, len(x), pdl.supported(x.device)
     bk = max(16, min(LENGTH, triton.next_power_of_2(length)))
     parts = torch.empty(triton.cdiv(length, bk), tokens, rows, dtype=torch.float32, device=x.device)
+    scale, squares, normed, eps, number = x, x, x, 0.0, 0
+    if norm is not None and norm.squares is not None:
+        scale, squares, eps, number = norm.weight, norm.squares, norm.eps, norm.squares.shape[1]
+        norm.normed = normed = torch.empty(tokens, length, dtype=weight.dtype, device=x.device)
     part_kernel[(triton.cdiv(rows, ROWS), len(parts))](
-        x, weight, parts, tokens, rows, x.stride(0), weight.stride(0),
-        length, bk, max(16, triton.next_power_of_2(tokens)), ROWS, on,
+        x, weight, parts, scale, squares, normed, eps, tokens, rows, x.stride(0), weight.stride(0),
+        number, triton.next_power_of_2(max(1, number)), length, bk, max(16, triton.next_power_of_2(tokens)), ROWS, on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     return parts
+
+
+def normed_in_parts(rows: Normed, weight: Tensor) -> Tensor:
+    """`in_parts` of the normed rows; the norm is part of it where the sums of squares are known."""
+    if rows.normed is None and rows.squares is not None and rows.rows.stride(1) == 1:
+        return in_parts(rows.rows, weight, rows)
+    return in_parts(rows.tensor(), weight)
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.linear.device import chunks, fetch_all, multiply
-from inkcap.ops.linear.few import in_parts, settle_kernel, sum_parts
-from inkcap.ops.linear.ref import logits, project, settle
+from inkcap.ops.linear.few import SETTLED, in_parts, normed_in_parts, settle_kernel, sum_parts
+from inkcap.ops.linear.ref import logits, product, project, settle
 from inkcap.ops.sconv.triton import convolve, finish, history
 from inkcap.ops.values import GroupView, Normed, Packing
 
@@ -75,10 +75,10 @@ def tile(rows: int, length: int) -> tuple[int, int]:
     return (8, 4) if length > 1024 else (8, 2)
 
 
-def few(rows: Tensor, weight: Tensor) -> bool:
-    """Whether a product has a few rows and a matrix whose parts cost less than they save."""
+def few(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product has a few rows, of `dtype`, and a matrix whose parts cost less than they save."""
     fits = 1 < len(rows) <= FEW and weight.numel() <= LARGE and weight.stride(1) == rows.stride(1) == 1
-    return fits and rows.dtype == weight.dtype
+    return fits and dtype == weight.dtype
 
 
 def streams(rows: Tensor, weight: Tensor) -> bool:
@@ -105,12 +105,22 @@ def project_triton(rows: Normed, weight: Tensor) -> Tensor:
     """`project` of the reference."""
     x = rows.rows
     if not streams(x, weight):
-        normed = rows.tensor()
-        return sum_parts(in_parts(normed, weight), rows.dtype) if few(normed, weight) else F.linear(normed, weight)
+        if few(x, weight, rows.dtype):
+            return sum_parts(normed_in_parts(rows, weight), rows.dtype)
+        return F.linear(rows.tensor(), weight)
     out = torch.empty(1, len(weight), dtype=rows.dtype, device=x.device)
     if rows.normed is not None:
         return row_product(rows.normed, rows.weight, rows.eps, weight, out, normed=False, scale=1.0, cap=None)
     return row_product(x, rows.weight, rows.eps, weight, out, normed=True, scale=1.0, cap=None)
+
+
+@product.implement("triton", when=lambda device: device.type == "cuda")
+def product_triton(rows: Tensor, weight: Tensor) -> Tensor:
+    """`product` of the reference."""
+    if streams(rows, weight):
+        out = torch.empty(1, len(weight), dtype=rows.dtype, device=rows.device)
+        return row_product(rows, rows, 0.0, weight, out, normed=False, scale=1.0, cap=None)
+    return sum_parts(in_parts(rows, weight), rows.dtype) if few(rows, weight) else F.linear(rows, weight)
 
 
 @settle.implement("triton", when=lambda device: device.type == "cuda")
@@ -125,23 +135,27 @@ def settle_triton(
     plane: int,
     scale: Tensor | None = None,
     conv_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`settle` of the reference. It leaves no sums of squares: a consumer has the whole row at hand anyway."""
-    if not streams(rows, weight) and not (few(rows, weight) and packing.widest == 1):
-        return convolve(F.linear(rows, weight), taps, view, packing, plane, conv_scale, residual, before=scale), None
+    """`settle` of the reference. It leaves sums of squares of a few rows; who norms one row has it at hand anyway."""
+    if not streams(rows, weight) and not (few(rows, weight, rows.dtype) and packing.widest == 1):
+        product = F.linear(rows, weight)
+        return convolve(product, taps, view, packing, plane, conv_scale, residual, before=scale, dtype=dtype), None
     (channels, length), state, on = weight.shape, view.planes[plane], pdl.supported(rows.device)
-    out = torch.empty(len(rows), channels, dtype=rows.dtype if residual is None else residual.dtype, device=rows.device)
+    summed = rows.dtype if residual is None else residual.dtype
+    out = torch.empty(len(rows), channels, dtype=dtype or summed, device=rows.device)
     base = rows if residual is None else residual.contiguous()
     if len(rows) > 1:
-        parts = in_parts(rows, weight)
-        settle_kernel[(len(rows), triton.cdiv(channels, 512))](
-            parts, base, out, taps, state, view.table, view.slots, packing.row_of, packing.positions,
+        parts, blocks = in_parts(rows, weight), triton.cdiv(channels, SETTLED)
+        squares = torch.empty(len(rows), blocks, dtype=torch.float32, device=rows.device)
+        settle_kernel[(len(rows), blocks)](
+            parts, base, out, squares, taps, state, view.table, view.slots, packing.row_of, packing.positions,
             rows if scale is None else scale, conv_scale, len(rows), channels,
             state.stride(0), state.stride(1), view.table.stride(0), taps.stride(0), taps.stride(1), rows,
-            taps.shape[1], view.block, scale is not None, residual is not None, len(parts), 512, on,
+            taps.shape[1], view.block, scale is not None, residual is not None, len(parts), SETTLED, on,
             num_warps=4, **pdl.launch(on),
         )  # fmt: skip
-        return out, None
+        return out, squares
     (bn, warps), (bk, number) = tile(channels, length), chunks(length)
     settle_row[(triton.cdiv(channels, bn),)](
         rows, weight, base, out, taps,

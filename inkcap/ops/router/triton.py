@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.linear.device import chunks, fetch_all, multiply_and_norm
-from inkcap.ops.linear.few import in_parts
+from inkcap.ops.linear.few import normed_in_parts
 from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import Normed, Routed
 
@@ -147,11 +147,11 @@ def route(
         )  # fmt: skip
         rows.normed = normed
     elif tokens:
-        normed, parts = rows.tensor(), 1
-        if tokens <= FEW and normed.stride(1) == weight.stride(1) == 1 and normed.dtype == weight.dtype:
-            logits = in_parts(normed, weight)
+        parts = 1
+        if tokens <= FEW and x.stride(1) == weight.stride(1) == 1 and rows.dtype == weight.dtype:
+            logits = normed_in_parts(rows, weight)
             parts = len(logits)
-        elif normed.dtype == weight.dtype != torch.float32:
+        elif (normed := rows.tensor()).dtype == weight.dtype != torch.float32:
             # the other way round its rows would not be aligned, and the library twice as slow
             logits = torch.mm(weight, normed.t(), out_dtype=torch.float32).t()
         else:
