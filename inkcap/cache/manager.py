@@ -6,7 +6,6 @@ step made before or after writes to it again.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
 from inkcap.base.errors import NotEnoughMemory, SetupError
 from inkcap.base.step import BlockEntry, BlockMove
@@ -23,7 +22,9 @@ class Holding:
     `room` needs no `reserve`, and `computed` below `turn` needs no `advance`.
     """
 
-    __slots__ = ("chain", "computed", "edges", "room", "rooms", "row", "settled", "start", "tables", "tokens", "turn")
+    __slots__ = (
+        "chain", "computed", "edges", "kept", "room", "rooms", "row", "settled", "start", "tables", "tokens", "turn",
+    )  # fmt: skip
 
     def __init__(self, tokens: list[int], chain: Chain | None, start: int, groups: int) -> None:
         self.tokens = tokens  # the sequence's own list, which grows
@@ -36,6 +37,7 @@ class Holding:
         self.rooms = [0] * groups  # per group, up to where the blocks suffice
         self.tables: list[dict[int, int]] = [{} for _ in range(groups)]  # per group: position // block -> block
         self.edges: set[int] = set()  # boundaries worth keeping besides every `keep_every`
+        self.kept = [range(0)] * groups  # per group, indices that the last settled boundary reads
         self.row = -1  # set by the scheduler; -1 before and after
 
 
@@ -74,7 +76,10 @@ class CacheManager:
         self._windowed = sorted(
             (i for i, g in enumerate(groups) if g.window is not None), key=lambda i: groups[i].window or 0
         )
-        self._entries: list[tuple[Holding, int, int, int]] = []
+        # per group, how far below a position its oldest token that is read may lie; None: down to the first
+        self._reach = [None if g.window is None else g.window - 1 for g in groups]
+        self._sizes = [g.block for g in groups]
+        self._entries: list[list[tuple[Holding, int, int]]] = [[] for _ in groups]
         self._moves: list[tuple[Holding, BlockMove]] = []
 
     # -- limits and gauges
@@ -166,8 +171,9 @@ class CacheManager:
             holding.tables[i][index] = target
         holding.room = min(holding.rooms)
         holding.settled = start // self._grain * self._grain
-        for i, table in enumerate(holding.tables):
-            self._entries += [(holding, i, index, block) for index, block in table.items()]
+        self._set_kept(holding)
+        for entries, table in zip(self._entries, holding.tables, strict=True):
+            entries += [(holding, index, block) for index, block in table.items()]
         return holding
 
     def reserve(self, holding: Holding, start: int, stop: int, earliest_next: int) -> bool:
@@ -181,14 +187,14 @@ class CacheManager:
         for i, room in enumerate(holding.rooms):
             if stop <= room:
                 continue
-            group = self.groups[i]
-            block = group.block
-            if group.window is not None:
+            block, reach = self._sizes[i], self._reach[i]
+            if reach is not None:
                 self._drop_unreachable(holding, i)
             # below `room` everything reachable is there already
-            if group.first_needed(earliest_next - self._lag) <= room:
+            if reach is None or earliest_next - self._lag - reach <= room:
                 missing = range(room // block, -(-stop // block))
             else:
+                group = self.groups[i]
                 spans = self._step_spans(holding, group, start, stop, earliest_next)
                 missing = group.blocks([(max(lo, room), hi) for lo, hi in spans if hi > room])
             if len(missing) > self.pools[i].available:
@@ -196,13 +202,12 @@ class CacheManager:
                 if len(missing) > self.pools[i].available:
                     return False
             wanted.append((i, missing))
-        entries = self._entries
         for i, missing in wanted:
-            take, table = self.pools[i].take, holding.tables[i]
+            take, table, entries = self.pools[i].take, holding.tables[i], self._entries[i]
             for index in missing:
                 table[index] = taken = take()
-                entries.append((holding, i, index, taken))
-            block = self.groups[i].block
+                entries.append((holding, index, taken))
+            block = self._sizes[i]
             holding.rooms[i] = -(-stop // block) * block
         holding.room = min(holding.rooms)
         return True
@@ -215,6 +220,7 @@ class CacheManager:
             return
         if holding.chain is not None:
             self._publish(holding, holding.chain)
+            self._set_kept(holding)
         for i in self._windowed:
             self._drop_unreachable(holding, i)
         self._set_turn(holding)
@@ -250,11 +256,13 @@ class CacheManager:
     def drain(self) -> tuple[dict[str, list[BlockEntry]], list[BlockMove]]:
         """New table entries and copies since the last call, of holdings that have a row."""
         entries: dict[str, list[BlockEntry]] = {}
-        for holding, i, index, block in self._entries:
-            if holding.row >= 0:
-                entries.setdefault(self.groups[i].name, []).append(BlockEntry(holding.row, index, block))
+        for group, new in zip(self.groups, self._entries, strict=True):
+            if new:
+                placed = [BlockEntry(holding.row, index, block) for holding, index, block in new if holding.row >= 0]
+                if placed:
+                    entries[group.name] = placed
+                new.clear()
         moves = [move for holding, move in self._moves if holding.row >= 0]
-        self._entries.clear()
         self._moves.clear()
         return entries, moves
 
@@ -306,19 +314,28 @@ class CacheManager:
 
         The last settled boundary is one of these, since the sequence may end before the next; unless blocks are short.
         """
-        group, table = self.groups[i], holding.tables[i]
-        if group.window is None:
+        reach = self._reach[i]
+        if reach is None:
             return
-        first = group.first_needed(holding.computed - 2 * self._lag) // group.block
-        if next(iter(table), first) >= first:
-            return
-        low = high = 0
-        if holding.chain is not None and keep_end:
-            low = group.first_needed(holding.settled - self._lag) // group.block
-            high = holding.settled // group.block  # a whole number: boundaries are multiples of every block
-        unread = [index for index in takewhile(first.__gt__, table) if not low <= index < high]
+        first = (holding.computed - 2 * self._lag - reach) // self._sizes[i]
+        table = holding.tables[i]
+        kept = holding.kept[i] if keep_end else ()
+        unread = []
+        for index in table:  # in order
+            if index >= first:
+                break
+            if index not in kept:
+                unread.append(index)
         for index in unread:
             self.pools[i].drop(table.pop(index))
+
+    def _set_kept(self, holding: Holding) -> None:
+        """What the last settled boundary reads of windowed groups."""
+        for i in self._windowed:
+            group = self.groups[i]
+            low = group.first_needed(holding.settled - self._lag) // group.block
+            # a whole number: boundaries are multiples of every block
+            holding.kept[i] = range(low, holding.settled // group.block)
 
     def _set_turn(self, holding: Holding) -> None:
         """The next grain that can be published; without a chain, the next one that is computed."""
