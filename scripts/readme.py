@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from inkcap.models.registry import supported
+from inkcap.models.families import supported
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,8 @@ from inkcap.layers.batch import Batch
 from inkcap.ops.attention.ref import attention
 from inkcap.ops.values import Scores
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Share, Slot, split, split_or_repeat
+from inkcap.parallel.share import Share, split, split_or_repeat
+from inkcap.parallel.slot import Slot
 
 
 @dataclass(frozen=True)

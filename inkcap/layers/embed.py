@@ -8,7 +8,8 @@ from inkcap.layers.norm import RMSNorm
 from inkcap.ops.linear.ref import logits
 from inkcap.ops.norm.ref import embed_norm
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Slot, split
+from inkcap.parallel.share import split
+from inkcap.parallel.slot import Slot
 
 
 class NormedEmbedding:

@@ -6,7 +6,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inkcap.base.errors import ConfigInvalid
 from inkcap.base.formats import Numerics, WeightFormat
 from inkcap.ops.quantize.coded import Coded, Weights
 from inkcap.ops.quantize.ref import (
@@ -21,7 +20,8 @@ from inkcap.ops.quantize.ref import (
     nvfp4_encode_four_over_six,
 )
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Share, Slot
+from inkcap.parallel.share import Share
+from inkcap.parallel.slot import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,6 @@ class Grid:
         if self.columns.count < self.columns.whole:
             return Slot(target, whole, dim=2, start=self.columns.start // per)
         return Slot(target, whole, dim=1, start=self.rows.start)
-
-    def check_blocks(self, size: int) -> None:
-        """Raise ConfigInvalid when a rank's columns do not begin and end between blocks of `size`."""
-        if self.columns.whole % size or self.columns.count % size:
-            raise ConfigInvalid(
-                f"a rank would hold {self.columns.count} of an expert's {self.columns.whole} columns, which scales of "
-                f"{size} columns each do not divide; choose a smaller parallel.tp"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +105,7 @@ class Nvfp4Matrices:
     """E2M1 codes in pairs, E4M3 scales, and one factor per expert: its amax over a denominator."""
 
     def __init__(self, grid: Grid, dtype: torch.dtype, device: torch.device) -> None:
-        grid.check_blocks(NVFP4_BLOCK)
+        grid.columns.check_blocks(NVFP4_BLOCK)
         self.grid = grid
         self.dtype = dtype
         rows, columns = (grid.experts, grid.rows.count), grid.columns.count
@@ -184,7 +176,7 @@ class Mxfp8Matrices:
     """E4M3 codes and the exponents of their scales."""
 
     def __init__(self, grid: Grid, dtype: torch.dtype, device: torch.device) -> None:
-        grid.check_blocks(MXFP8_BLOCK)
+        grid.columns.check_blocks(MXFP8_BLOCK)
         self.grid = grid
         self.dtype = dtype
         rows, columns = (grid.experts, grid.rows.count), grid.columns.count

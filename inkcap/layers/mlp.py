@@ -9,7 +9,8 @@ from inkcap.layers.sconv import ShortConv
 from inkcap.ops.act.ref import swiglu
 from inkcap.ops.values import Normed
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Slot, split
+from inkcap.parallel.share import split
+from inkcap.parallel.slot import Slot
 
 
 class GatedMlp:

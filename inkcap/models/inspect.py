@@ -1,24 +1,27 @@
-"""`inkcap inspect`: what a checkpoint is and what it takes to run it, from its JSON files and tensor headers alone."""
+"""`inkcap inspect`: what a checkpoint is and what it takes to run it, from its JSON files and tensor headers alone.
+
+No torch, which takes longer to import than a hundred headers to read.
+"""
 
 import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-
-import torch
 
 from inkcap.base.checkpoint import find_checkpoint, read_config
 from inkcap.base.errors import ConfigInvalid
 from inkcap.base.formats import WeightFormat
 from inkcap.cache.state import LayerState
-from inkcap.layers.formats import Stored
-from inkcap.models.registry import Entry, find_entry, find_stored
-from inkcap.parallel.comm import Comm
-from inkcap.weights.reader import Checkpoint
+from inkcap.models.families import TextConfig, expert_names, find_entry
+from inkcap.parallel.share import Place, Share, split, split_or_repeat
+from inkcap.weights.headers import ITEM_BYTES, Headers
+from inkcap.weights.stored import find_formats
 
 TP_SIZES = (1, 2, 4, 8, 16)
 GPU_BYTES = (24e9, 80e9, 141e9, 192e9)
 WEIGHT_SHARE = 0.85  # of a GPU; the rest is for the cache, activations and the runtime
+NOT_LOADED = ("draft layers", "towers")
 CLASSES = (  # what a tensor's name contains, and its class: the first that matches
     ("mtp.", "draft layers"),
     ("model.visual.", "towers"),
@@ -42,6 +45,47 @@ CLASSES = (  # what a tensor's name contains, and its class: the first that matc
     ("lm_head", "head"),
     ("embed", "embedding"),
 )
+
+
+SPREAD = (  # what a tensor's name contains, and the units of which ranks have shares: the first that matches
+    ("unembed.", "words"),
+    ("lm_head.", "words"),
+    ("_proj.proj", "nothing"),
+    ("_amax", "nothing"),
+    (".scale2", "nothing"),
+    ("_denominator", "nothing"),
+    (".original_shape", "nothing"),
+    (".mlp.gate.", "nothing"),
+    (".mlp.experts.", "expert"),
+    (".shared_experts.", "expert"),
+    (".mlp.w", "dense"),
+    (".mlp.gate_proj", "dense"),
+    (".mlp.up_proj", "dense"),
+    (".mlp.down_proj", "dense"),
+    ("attn.wk_", "kv"),
+    ("attn.wv_", "kv"),
+    ("attn.k_proj", "kv"),
+    ("attn.v_proj", "kv"),
+    ("attn.k_sconv", "kv"),
+    ("attn.v_sconv", "kv"),
+    ("attn.w", "query"),
+    ("attn.gate_attn", "query"),
+    ("attn.attn_sink_proj", "query"),
+    ("_l2_clip.", "query"),
+    ("attn.q_proj", "query"),
+    ("attn.r_proj", "query"),
+    ("attn.o_proj", "query"),
+)
+BLOCKS = {WeightFormat.NVFP4: 16, WeightFormat.NVFP4_SCALE2: 16, WeightFormat.MXFP8: 32}  # columns under one scale
+DTYPE = "bfloat16"  # of the cache
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of `size` ranks."""
+
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -73,54 +117,50 @@ class Report:
 
 def inspect(directory: Path) -> Report:
     """Read a checkpoint's headers. Raises CheckpointUnreadable and CheckpointMismatch."""
-    config = read_config(directory)
-    entry = find_entry(config)
-    checkpoint = Checkpoint(directory)
+    declared = read_config(directory)
+    entry = find_entry(declared)
+    config = entry.generation.read(declared)
+    checkpoint = Headers(directory)
     checkpoint.open(checkpoint.files)
-    meta = torch.device("meta")
-    dense = entry.generation.build(config, Comm.alone(), torch.bfloat16, meta, {})
-    layers = entry.generation.layers(config)
-    stored = find_stored(checkpoint, config, layers, entry.generation.experts, check=False)
+    names = expert_names(config.num_hidden_layers)
+    stored = find_formats(checkpoint, [name for pair in names.values() for name in pair])
     formats: dict[WeightFormat, list[int]] = {}
-    for layer, form in stored.items():
-        if layer in expert_layers(dense.slots()):
-            formats.setdefault(form.w13, []).append(layer)
+    for layer in config.expert_layers():
+        formats.setdefault(stored.get(names[layer][0], WeightFormat.DENSE), []).append(layer)
     class_bytes: dict[str, int] = {}
     dtype_bytes: dict[str, int] = {}
     for name in checkpoint.files:
         found = checkpoint.stored(name)
-        size = found.stop - found.start
-        kind = next((kind for part, kind in CLASSES if part in name), "other")
+        kind, size = kind_of(name), found.stop - found.start
         class_bytes[kind] = class_bytes.get(kind, 0) + size
         dtype_bytes[found.dtype] = dtype_bytes.get(found.dtype, 0) + size
-    grows, fixed = state_bytes(dense.states)
+    states = config.states(Rank(0, 1), DTYPE)
+    grows, fixed = state_bytes(states)
     return Report(
         architecture=entry.architecture,
         family=entry.family,
-        layers=layers,
-        visits=1 + max(state.visit for state in dense.states),
-        max_length=dense.max_length,
+        layers=config.num_hidden_layers,
+        visits=1 + max(state.visit for state in states),
+        max_length=config.max_length,
         formats=formats,
         class_bytes=class_bytes,
         dtype_bytes=dtype_bytes,
         token_bytes=grows,
         sequence_bytes=fixed,
-        sizes=[one_size(entry, config, stored, tp) for tp in TP_SIZES],
+        sizes=[one_size(checkpoint, config, stored, tp) for tp in TP_SIZES],
     )
 
 
-def expert_layers(slots: Iterable[str]) -> set[int]:
-    """Layers that have experts."""
-    return {int(name.split(".")[1]) for name in slots if ".mlp.experts." in name}
+def kind_of(name: str) -> str:
+    """The class of a tensor."""
+    return next((kind for part, kind in CLASSES if part in name), "other")
 
 
 def state_bytes(states: Iterable[LayerState]) -> tuple[int, int]:
     """Bytes per token of context, and bytes of a sequence's windows once they are full."""
     grows = fixed = 0
     for state in states:
-        width = 0
-        for plane in state.planes:
-            width += torch.Size(plane.shape).numel() * getattr(torch, plane.dtype).itemsize
+        width = sum(prod(plane.shape) for plane in state.planes) * ITEM_BYTES["BF16"]
         if state.window is None:
             grows += width
         else:
@@ -128,14 +168,37 @@ def state_bytes(states: Iterable[LayerState]) -> tuple[int, int]:
     return grows, fixed
 
 
-def one_size(entry: Entry, config: Mapping[str, object], stored: Mapping[int, Stored], tp: int) -> OneSize:
+def one_size(checkpoint: Headers, config: TextConfig, stored: Mapping[str, WeightFormat], tp: int) -> OneSize:
     """What the first of `tp` ranks holds, with weights as they are stored."""
+    place, total = Rank(0, tp), 0
     try:
-        model = entry.generation.build(config, Comm.outline(tp), torch.bfloat16, torch.device("meta"), stored)
+        for name, form in stored.items():
+            if form in BLOCKS and ".w2_" in name:
+                split(config.expert_width, place, "width of an expert").check_blocks(BLOCKS[form])
+        for name in checkpoint.files:
+            if kind_of(name) not in NOT_LOADED:
+                found, share = checkpoint.stored(name), share_of(name, config, place)
+                total += (found.stop - found.start) * share.count // share.whole
+        return OneSize(tp, total, state_bytes(config.states(place, DTYPE))[0])
     except ConfigInvalid as error:
         return OneSize(tp, 0, 0, str(error))
-    weights = sum(slot.target.numel() * slot.target.element_size() for slot in model.slots().values())
-    return OneSize(tp, weights, state_bytes(model.states)[0])
+
+
+def share_of(name: str, config: TextConfig, place: Place) -> Share:
+    """A rank's part of a tensor. Raises ConfigInvalid when the ranks cannot share it evenly."""
+    units = next((units for part, units in SPREAD if part in name), "nothing")
+    if units == "words":
+        return split(config.vocab_size, place, "vocabulary")
+    if units == "expert":
+        return split(config.expert_width, place, "width of an expert")
+    if units == "dense" and config.dense_width is not None:
+        return split(config.dense_width, place, "width of the dense MLP")
+    if units in ("query", "kv"):
+        size = config.attention(int(name.split(".layers.")[1].split(".")[0]))
+        if units == "query":
+            return split(size.heads, place, "number of query heads")
+        return split_or_repeat(size.kv_heads, place, "number of kv heads")
+    return Share(0, 1, 1)
 
 
 def render(report: Report) -> str:

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from inkcap.base.checkpoint import find_checkpoint, read_config, read_json
 from inkcap.base.errors import CheckpointMismatch, ConfigInvalid, NotEnoughMemory
 from inkcap.base.formats import WeightFormat
-from inkcap.models.registry import find_entry, write_demo
+from inkcap.models.families import expert_names, find_entry
+from inkcap.models.registry import write_demo
 from inkcap.ops.dispatch import bind
 from inkcap.ops.quantize import lookup as _lookup  # noqa: F401  declares the fast decoding
 from inkcap.ops.quantize.ref import (
@@ -36,7 +37,8 @@ from inkcap.ops.quantize.ref import (
     nvfp4_encode,
     nvfp4_encode_four_over_six,
 )
-from inkcap.weights.reader import DTYPES, INDEX, SINGLE, Checkpoint
+from inkcap.weights.headers import INDEX, SINGLE
+from inkcap.weights.reader import DTYPES, Checkpoint
 from inkcap.weights.stored import find_formats
 from inkcap.weights.writer import Planned, write_file
 
@@ -120,12 +122,13 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> dict[str, Plan]:
     """The tensors to quantise."""
     if settings.format not in FORMATS:
         raise ConfigInvalid(f"format {settings.format!r} is unknown; there are {', '.join(FORMATS)}")
-    config = read_config(checkpoint.directory)
-    entry = find_entry(config)
-    way, layers = entry.generation, entry.generation.quantised(config)
+    declared = read_config(checkpoint.directory)
+    entry = find_entry(declared)
+    way, config = entry.generation, entry.generation.read(declared)
     if settings.format != "nvfp4" and not way.mxfp8:
         raise ConfigInvalid(f"{settings.format} is no format of {entry.family} checkpoints; they have nvfp4 only")
-    names = {name.replace("{n}", str(layer)): layer for layer in layers for name in way.experts}
+    named = expert_names(config.num_hidden_layers)
+    names = {name: layer for layer in config.quantised_layers() for name in named[layer]}
     formats = find_formats(checkpoint, names)
     if not formats:
         raise CheckpointMismatch(f"{checkpoint.directory} has no experts under their published names")
@@ -133,7 +136,7 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> dict[str, Plan]:
     for name, stored in formats.items():
         if stored is not WeightFormat.DENSE:
             raise CheckpointMismatch(f"{name} is quantised already ({stored}); give a BF16 checkpoint")
-        chosen = settings.of_layer(names[name], layers.stop)
+        chosen = settings.of_layer(names[name], config.num_hidden_layers)
         experts, rows, columns = checkpoint.stored(name).shape
         block = NVFP4_BLOCK if chosen == "nvfp4" else MXFP8_BLOCK
         if columns % block:

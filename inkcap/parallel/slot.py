@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inkcap.base.errors import ConfigInvalid
-from inkcap.parallel.comm import Comm
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -36,40 +33,3 @@ class Slot:
         """Take this rank's part of the whole `tensor`."""
         assert tuple(tensor.shape) == self.whole, f"slot for {self.whole} got {tuple(tensor.shape)}"
         self.target.copy_(self.part(tensor))
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Units [start, start + count) of `whole` units (heads, columns, words) that one rank holds."""
-
-    start: int
-    count: int
-    whole: int
-
-    def times(self, size: int) -> "Share":
-        """The same share counted in parts of a unit, `size` to each."""
-        return Share(self.start * size, self.count * size, self.whole * size)
-
-
-def split(whole: int, comm: Comm, what: str) -> Share:
-    """An even share of `whole` units for the rank of `comm`. Raises ConfigInvalid when it does not divide."""
-    if whole % comm.size:
-        raise ConfigInvalid(
-            f"{what} is {whole}, which {comm.size} ranks cannot share evenly; choose another parallel.tp"
-        )
-    count = whole // comm.size
-    return Share(comm.rank * count, count, whole)
-
-
-def split_or_repeat(whole: int, comm: Comm, what: str) -> Share:
-    """An even share, or one unit that several neighbouring ranks hold when there are more ranks than units.
-
-    Raises ConfigInvalid when neither number divides the other.
-    """
-    if whole >= comm.size:
-        return split(whole, comm, what)
-    if comm.size % whole:
-        raise ConfigInvalid(
-            f"{what} is {whole}, which {comm.size} ranks cannot repeat evenly; choose another parallel.tp"
-        )
-    return Share(comm.rank * whole // comm.size, 1, whole)

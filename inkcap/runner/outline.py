@@ -5,12 +5,13 @@ import torch
 from inkcap.base.checkpoint import find_checkpoint, read_config
 from inkcap.base.config import Choice, EngineConfig
 from inkcap.base.formats import Numerics
-from inkcap.models.registry import find_entry, find_stored
+from inkcap.models.families import find_entry
+from inkcap.models.registry import build, find_stored
 from inkcap.ops.dispatch import bind, table
 from inkcap.parallel.comm import Comm
 from inkcap.runner.load import device_for, dtype_for
 from inkcap.runner.memory import available_memory, cpu_rest, gpu_rest, plan_for
-from inkcap.weights.reader import Checkpoint
+from inkcap.weights.headers import Headers
 
 
 def outline(config: EngineConfig) -> str:
@@ -21,17 +22,15 @@ def outline(config: EngineConfig) -> str:
     device = device_for(config, 0)
     dtype = dtype_for(config, device)
     directory = find_checkpoint(config.model.path, revision=config.model.revision, download=config.model.download)
-    fields = read_config(directory)
-    entry = find_entry(fields)
-    generation = entry.generation
-    paper = torch.device("meta")
-    layers, numerics = generation.layers(fields), Numerics(config.model.numerics)
-    stored = find_stored(Checkpoint(directory), fields, layers, generation.experts, numerics, check=False)
-    model = generation.build(fields, Comm.outline(config.parallel.tp), dtype, paper, stored)
+    declared = read_config(directory)
+    entry = find_entry(declared)
+    text, numerics = entry.generation.read(declared), Numerics(config.model.numerics)
+    stored = find_stored(Headers(directory), declared, text.num_hidden_layers, numerics)
+    model = build(entry, text, Comm.outline(config.parallel.tp), dtype, torch.device("meta"), stored)
     formats = sorted({form for layer in stored.values() for form in (layer.w13, layer.w2)})
     weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.slots().values())
     choices = [
-        Choice("model", directory, f"{entry.architecture}, {layers} layers"),
+        Choice("model", directory, f"{entry.architecture}, {text.num_hidden_layers} layers"),
         Choice("device", device, "asked for" if config.model.device != "auto" else "found on this machine"),
         Choice(
             "dtype", str(dtype).removeprefix("torch."), "asked for" if config.model.dtype != "auto" else str(device)

@@ -70,19 +70,27 @@ def choose_table(checkpoint: Checkpoint, tables: Sequence[Table]) -> Table:
     return best
 
 
+def check(checkpoint: Checkpoint, slots: Mapping[str, Slot], tables: Sequence[Table]) -> list[Piece]:
+    """What to read for the slots, in the order of the files, once it is known to be there.
+
+    Targets may be on paper. Raises CheckpointMismatch with one report of all missing, spare, misshapen and mistyped
+    tensors, and CheckpointUnreadable.
+    """
+    table = choose_table(checkpoint, tables)
+    pieces = [piece for found in table.pieces(slots).values() for piece in found]
+    compare(checkpoint, pieces, table).check(checkpoint.directory)
+    return sorted(pieces, key=lambda piece: (checkpoint.files[piece.source], checkpoint.stored(piece.source).start))
+
+
 def load(
     checkpoint: Checkpoint, slots: Mapping[str, Slot], tables: Sequence[Table], *, progress: bool = True
 ) -> Loaded:
     """Fill every slot with its part of the checkpoint, reading in the order of the files.
 
-    `progress` shows a bar on stderr where that is a terminal. Raises CheckpointMismatch with one report of all missing,
-    spare, misshapen and mistyped tensors before anything is read, and CheckpointUnreadable.
+    `progress` shows a bar on stderr where that is a terminal. Raises as `check`, before anything is read.
     """
     began = time.perf_counter()
-    table = choose_table(checkpoint, tables)
-    pieces = [piece for found in table.pieces(slots).values() for piece in found]
-    compare(checkpoint, pieces, table).check(checkpoint.directory)
-    pieces.sort(key=lambda piece: (checkpoint.files[piece.source], checkpoint.stored(piece.source).start))
+    pieces = check(checkpoint, slots, tables)
     before = checkpoint.bytes_read
     total = sum(_stored_bytes(checkpoint, piece) for piece in pieces)
     with tqdm(

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from inkcap.weights.reader import DTYPES, INDEX
+from inkcap.weights.headers import INDEX
+from inkcap.weights.reader import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

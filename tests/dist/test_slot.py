@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from inkcap.base.errors import ConfigInvalid
-from inkcap.parallel.slot import Share, Slot, split, split_or_repeat
+from inkcap.parallel.share import Share, split, split_or_repeat
+from inkcap.parallel.slot import Slot
 
 
 class Place:

@@ -16,7 +16,7 @@ from inkcap.layers.sconv import ShortConv
 from inkcap.ops.act.ref import swiglu, swiglu_capped
 from inkcap.ops.values import Caps, Normed
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Share
+from inkcap.parallel.share import Share
 
 CPU = torch.device("cpu")
 CHANNELS, UNITS, EXPERTS, SHARED, TOP_K, TOKENS = 64, 128, 4, 2, 2, 6

@@ -10,7 +10,7 @@ from inkcap.layers import formats
 from inkcap.layers.formats import Grid, matrices
 from inkcap.ops.quantize.coded import Coded
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Share, split
+from inkcap.parallel.share import Share, split
 
 CPU = torch.device("cpu")
 EXPERTS, ROWS, COLUMNS = 3, 10, 128

@@ -9,7 +9,7 @@ from inkcap.cache.state import LayerState, Plane
 from inkcap.layers.linear import Columns, Row
 from inkcap.layers.sconv import ShortConv
 from inkcap.ops.values import Normed
-from inkcap.parallel.slot import Share, split
+from inkcap.parallel.share import Share, split
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,9 @@ from transformers import InklingConfig, InklingForCausalLM, InklingForConditiona
 import inkcap.ops  # noqa: F401  declares the implementations
 from inkcap.base.errors import CheckpointMismatch, ConfigInvalid
 from inkcap.models import demo as parts
+from inkcap.models.families import REGISTRY, supported
 from inkcap.models.inkling import demo
-from inkcap.models.registry import REGISTRY, load_model, supported, write_demo
+from inkcap.models.registry import load_model, write_demo
 from inkcap.ops.dispatch import bind
 from inkcap.parallel.comm import Comm
 from inkcap.weights.reader import Checkpoint

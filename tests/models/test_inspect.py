@@ -2,16 +2,27 @@
 
 import json
 from dataclasses import replace
+from math import prod
 
 import pytest
+import torch
 
-from inkcap.base.errors import CheckpointUnreadable
+from inkcap.base.checkpoint import read_config
+from inkcap.base.errors import CheckpointUnreadable, ConfigInvalid
 from inkcap.base.formats import WeightFormat
+from inkcap.models.families import find_entry
 from inkcap.models.inkling import demo as first
+from inkcap.models.inkling.config import InklingConfig
+from inkcap.models.inkling.model import Inkling
+from inkcap.models.inkling.weights import TABLES
 from inkcap.models.inkling2 import demo
 from inkcap.models.inspect import inspect, ranges, render
-from inkcap.models.quantize import Plan, Settings, shapes
-from inkcap.weights.reader import INDEX
+from inkcap.models.quantize import Plan, Settings, quantize, shapes
+from inkcap.models.registry import MODELS, build, find_stored
+from inkcap.parallel.comm import Comm
+from inkcap.weights.headers import INDEX, ITEM_BYTES
+from inkcap.weights.load import check
+from inkcap.weights.reader import Checkpoint
 from inkcap.weights.writer import NAMES
 
 SMALL = demo.DemoShape(
@@ -32,23 +43,25 @@ def hollow(directory, shape, shards):
                 tensors[name + suffix] = part
         else:
             tensors[name] = (planned.shape, planned.dtype)
-    names = list(tensors)
-    weight_map = {}
+    write_headers(directory, {name: (size, NAMES[dtype]) for name, (size, dtype) in tensors.items()}, shards)
+    (directory / "config.json").write_text(json.dumps(shape.config()))
+
+
+def write_headers(directory, tensors, shards=1):
+    """Files whose headers hold these tensors: name -> shape and dtype. Their data is a hole."""
+    names, weight_map = list(tensors), {}
     for number in range(shards):
         file, header, end = directory / f"model-{number}.safetensors", {}, 0
         for name in names[number::shards]:
             size, dtype = tensors[name]
-            count = dtype.itemsize
-            for width in size:
-                count *= width
-            header[name] = {"dtype": NAMES[dtype], "shape": list(size), "data_offsets": [end, end := end + count]}
+            offsets = [end, end := end + prod(size) * ITEM_BYTES[dtype]]
+            header[name] = {"dtype": dtype, "shape": list(size), "data_offsets": offsets}
             weight_map[name] = file.name
         text = json.dumps(header).encode()
         with file.open("wb") as opened:
             opened.write(len(text).to_bytes(8, "little") + text)
             opened.truncate(8 + len(text) + end)
     (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    (directory / "config.json").write_text(json.dumps(shape.config()))
 
 
 def test_the_published_small_model(tmp_path):
@@ -89,6 +102,61 @@ def test_the_first_generation(tmp_path):
     assert report.family == "inkling"
     assert report.formats == {WeightFormat.DENSE: [2, 3, 4, 5, 6, 7]}
     assert report.class_bytes["dense MLPs"] == 2 * (3 * 64 * 128 + 1) * 2
+
+
+WIDE = {"vocabulary": 90, "padded_vocabulary": 96, "expert_width": 128, "heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("write", "settings"),
+    [
+        (lambda place: first.write(place, shape=first.DemoShape(**WIDE, kv_heads=2, local_kv_heads=4)), None),
+        (lambda place: first.write(place, shape=first.DemoShape(**WIDE)), Settings(format="nvfp4")),
+        (lambda place: demo.write(place, shape=demo.DemoShape(**WIDE)), Settings(format="mixed")),
+        (lambda place: demo.write(place, shape=replace(demo.MINI, **WIDE)), None),
+    ],
+)
+def test_sizes_are_those_of_the_ranks_of_a_built_model(write, settings, tmp_path):
+    """Stored bytes of every slot, the state of every visit, and the same refusals."""
+    write(tmp_path / "dense")
+    if settings is not None:
+        quantize(tmp_path / "dense", tmp_path / "packed", settings, progress=False)
+    compare_with_model(tmp_path / ("dense" if settings is None else "packed"))
+
+
+def test_sizes_of_the_dialects_of_transformers(tmp_path):
+    shape = first.DemoShape(**WIDE, kv_heads=2)
+    model = Inkling(InklingConfig.from_json(shape.config()), Comm.alone(), torch.bfloat16, torch.device("meta"))
+    for table in TABLES[1:]:
+        directory = tmp_path / table.name
+        directory.mkdir()
+        pieces = [piece for found in table.pieces(model.slots()).values() for piece in found]
+        write_headers(directory, {piece.source: (piece.shape, "BF16") for piece in pieces})
+        (directory / "config.json").write_text(json.dumps(shape.config()))
+        compare_with_model(directory)
+
+
+def compare_with_model(directory):
+    declared = read_config(directory)
+    entry, checkpoint = find_entry(declared), Checkpoint(directory)
+    checkpoint.open(checkpoint.files)
+    config = entry.generation.read(declared)
+    stored = find_stored(checkpoint, declared, config.num_hidden_layers)
+    possible = 0
+    for size in inspect(directory).sizes:
+        comm = Comm.outline(size.tp)
+        if size.reason is not None:
+            with pytest.raises(ConfigInvalid):
+                build(entry, config, comm, torch.bfloat16, torch.device("meta"), stored)
+            continue
+        model = build(entry, config, comm, torch.bfloat16, torch.device("meta"), stored)
+        possible += 1
+        pieces = check(checkpoint, model.slots(), MODELS[entry.family][1])
+        held = sum(piece.target.numel() * ITEM_BYTES[checkpoint.stored(piece.source).dtype] for piece in pieces)
+        assert (size.reason, size.weight_bytes) == (None, held), f"on {size.tp} ranks"
+        grows = sum(prod(p.shape) * 2 for state in model.states if state.window is None for p in state.planes)
+        assert size.token_bytes == grows
+    assert 2 <= possible < 5
 
 
 def test_a_missing_shard_is_named(tmp_path):

@@ -1,17 +1,17 @@
 """Quantising a checkpoint and reading it back: against transformers' own decoding, after a kill, and from bad files."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import experts_of, rewrite
 from oracle_inkling2 import BASE, FULL, LOOP, SLIDING, randomise
 from steps import World
 from transformers import Inkling2LoopForCausalLM, Inkling2LoopTextConfig
 
 import inkcap.models.quantize as quantize_module
-from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid, NotEnoughMemory
+from inkcap.base.errors import CheckpointMismatch, ConfigInvalid, NotEnoughMemory
 from inkcap.base.formats import Numerics, WeightFormat
 from inkcap.base.log import logger
 from inkcap.models.inkling import demo
@@ -23,7 +23,6 @@ from inkcap.ops.values import Caps, Normed
 from inkcap.parallel.comm import Comm
 from inkcap.weights.reader import Checkpoint
 from inkcap.weights.stored import find_formats
-from inkcap.weights.writer import Planned, write_file
 
 CPU = torch.device("cpu")
 EXPERT = "model.llm.layers.{}.mlp.experts.{}_weight"
@@ -81,8 +80,8 @@ def test_mixed_formats_decode_as_in_transformers(mixed):
     for n, layer in enumerate(model.layers):
         theirs = oracle.model.layers[n].mlp.experts
         up = theirs.gate_up_proj.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        assert torch.equal(layer.parts.mlp.routed.w13(), up)
-        assert torch.equal(layer.parts.mlp.routed.w2(), theirs.down_proj)
+        assert torch.equal(experts_of(layer).routed.w13(), up)
+        assert torch.equal(experts_of(layer).routed.w2(), theirs.down_proj)
     ids = torch.randint(0, 90, (40,)).tolist()
     with torch.inference_mode():
         want = oracle(torch.tensor([ids]), use_cache=False).logits[0]
@@ -93,7 +92,7 @@ def test_mixed_formats_decode_as_in_transformers(mixed):
 def test_bfloat16_models_round_the_exact_value_once(mixed):
     exact, rounded = load(mixed), load(mixed, torch.bfloat16)
     for a, b in zip(exact.layers, rounded.layers, strict=True):
-        assert torch.equal(a.parts.mlp.routed.w13().bfloat16(), b.parts.mlp.routed.w13())
+        assert torch.equal(experts_of(a).routed.w13().bfloat16(), experts_of(b).routed.w13())
 
 
 def test_reference_numerics_quantise_what_experts_see_but_not_the_router(mixed):
@@ -103,10 +102,10 @@ def test_reference_numerics_quantise_what_experts_see_but_not_the_router(mixed):
     rows = Normed(x, torch.ones(64), 1e-6)
     caps = Caps(SMALL["mlp_gate_softcap"], SMALL["mlp_up_softcap"])
     for layer in (1, 5):
-        mlp = rounded.layers[layer].parts.mlp
+        mlp = experts_of(rounded.layers[layer])
         with torch.inference_mode():
             act, route = mlp(rows)
-            plain, same = exact.layers[layer].parts.mlp(rows)
+            plain, same = experts_of(exact.layers[layer])(rows)
             assert torch.equal(route.choice, same.choice)
             assert torch.equal(route.weights, same.weights)
             for token in range(5):
@@ -243,100 +242,6 @@ def test_settings_and_targets_that_cannot_be(dense, mixed, tmp_path, monkeypatch
         quantize(dense, tmp_path / "c", Settings(format="mxfp8"), progress=False)
 
 
-# ---- bad files
-
-
-def rewrite(source: Path, target: Path, change):
-    """A copy of a checkpoint in one file, with `change` applied to its tensors: name -> tensor."""
-    checkpoint = Checkpoint(source)
-    checkpoint.open(checkpoint.files)
-    tensors = {}
-    for name in checkpoint.files:
-        stored = checkpoint.stored(name)
-        whole = torch.empty(stored.shape, dtype=quantize_module.DTYPES[stored.dtype])
-        checkpoint.read(name, tuple(slice(0, size) for size in stored.shape), whole)
-        tensors[name] = whole
-    change(tensors)
-    target.mkdir()
-    write_file(
-        target / "model.safetensors",
-        {name: Planned(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()},
-    )
-    for name in ("config.json", "hf_quant_config.json"):
-        (target / name).write_text((source / name).read_text())
-    return target
-
-
-NV, MX = EXPERT.format(1, "w2"), EXPERT.format(5, "w13")
-
-
-def byte(name, value):
-    def change(tensors):
-        tensors[name].view(torch.uint8)[1, 2, 1] = value
-
-    return change
-
-
-def value(name, at, number):
-    def change(tensors):
-        tensors[name].view(-1)[at] = number
-
-    return change
-
-
-def zero_expert(tensors):
-    tensors[NV + "_amax"][2] = 0
-    tensors[NV + "_scale"][2].view(torch.uint8).zero_()
-
-
-BAD = {
-    "missing scale": (lambda t: t.pop(NV + "_scale"), rf"{NV} is U8, so nvfp4, but {NV}_scale is missing"),
-    "missing amax": (lambda t: t.pop(NV + "_amax"), r"_amax is missing"),
-    "no scales": (
-        lambda t: [t.pop(NV + s) for s in ("_scale", "_amax", "_outer_scale_denominator")],
-        "without any scale",
-    ),
-    "shape": (lambda t: t.update({NV + "_scale": t[NV + "_scale"][:, :-1]}), r"is F8_E4M3 \[4, 63, 2\], wanted"),
-    "negative": (byte(NV + "_scale", 0x81), r"_scale\[1, 2, 1\] is byte 129, negative"),
-    "nan": (byte(NV + "_scale", 0x7F), r"_scale\[1, 2, 1\] is byte 127, NaN"),
-    "nan mxfp8": (byte(MX + "_scale", 255), r"w13_weight_scale\[1, 2, 1\] is byte 255, NaN"),
-    "zero amax": (value(NV + "_amax", 2, 0.0), "expert 2 has scales other than 0"),
-    "negative amax": (value(NV + "_amax", 1, -1.0), r"_amax\[1\] is -1.0"),
-    "infinite amax": (value(NV + "_amax", 0, float("inf")), r"_amax\[0\] is inf"),
-    "zero denominator": (
-        value(NV + "_outer_scale_denominator", 0, 0.0),
-        "denominator is 0.0; it must be finite and above",
-    ),
-    "dense beside scales": (lambda t: t.update({NV: torch.zeros(4, 64, 32)}), "is F32 with .*_scale.* no known format"),
-    "integers": (lambda t: t.update({NV: t[NV].to(torch.int8)}), "is I8 with"),
-}
-
-
-@pytest.mark.parametrize("fault", BAD)
-def test_bad_scales_are_one_clear_error(fault, mixed, tmp_path, monkeypatch):
-    change, message = BAD[fault]
-    bad = rewrite(mixed, tmp_path / "bad", change)
-    monkeypatch.setattr(torch, "empty", small_only(torch.empty))
-    with pytest.raises(CheckpointMismatch, match=message):
-        load(bad)
-
-
-def small_only(empty):
-    """torch.empty that fails for more than one expert's scales: nothing large is allocated before the checks."""
-
-    def checked(*args, **kwargs):
-        made = empty(*args, **kwargs)
-        assert made.numel() <= 64 * 8, f"allocated {tuple(made.shape)} before the checks"
-        return made
-
-    return checked
-
-
-def test_an_expert_of_zeros_is_no_error(mixed, tmp_path):
-    model = load(rewrite(mixed, tmp_path / "zero", zero_expert))
-    assert not model.layers[1].parts.mlp.routed.w2()[2].any()
-
-
 def test_declared_and_stored_formats_that_differ(mixed, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("INFO", logger="inkcap")
@@ -346,15 +251,3 @@ def test_declared_and_stored_formats_that_differ(mixed, tmp_path, caplog, monkey
     load(same)
     assert "declares weight_block_size [32, 32]" in caplog.text
     assert "declares mxfp8, but its tensors are mxfp8, nvfp4; the tensors are believed" in caplog.text
-
-
-def test_shards_that_were_swapped(mixed, tmp_path):
-    for file in mixed.iterdir():
-        if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
-    kept = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(kept)
-    with pytest.raises((CheckpointMismatch, CheckpointUnreadable), match="safetensors"):
-        load(tmp_path)

@@ -93,7 +93,7 @@ def test_the_network_is_asked_only_on_request(hub, monkeypatch):
         asked.append((model, options["revision"], options["local_files_only"]))
         raise ConnectionError("the hub is far away")
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fake)
+    monkeypatch.setattr(checkpoint.huggingface_hub, "snapshot_download", fake)
     with pytest.raises(ModelNotFound, match="not asked"):
         find_checkpoint("lab/Large", cache=hub)
     with pytest.raises(ModelNotFound, match="hub: the hub is far away"):

@@ -7,8 +7,9 @@ import torch
 
 from inkcap.base.errors import CheckpointMismatch
 from inkcap.parallel.slot import Slot
+from inkcap.weights.headers import SINGLE
 from inkcap.weights.load import SHOWN, load
-from inkcap.weights.reader import SINGLE, Checkpoint
+from inkcap.weights.reader import Checkpoint
 from inkcap.weights.rules import Table, pair, same
 
 TABLES = (

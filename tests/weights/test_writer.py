@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from inkcap.weights.reader import INDEX, Checkpoint
+from inkcap.weights.headers import INDEX
+from inkcap.weights.reader import Checkpoint
 from inkcap.weights.writer import Planned, write_file, write_shards
 
 

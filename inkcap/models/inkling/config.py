@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from inkcap.base.errors import CheckpointMismatch
 from inkcap.base.fields import Fields
+from inkcap.cache.state import LayerState
+from inkcap.models.states import AttentionSize, declare
+from inkcap.parallel.share import Place
 
 # Settings of which the published models use one value, and this engine implements that one.
 ONLY = {
@@ -66,6 +69,36 @@ class InklingConfig:
     def dense(self, layer: int) -> bool:
         """Whether the layer has a dense MLP instead of experts."""
         return layer in self.dense_layer_ids
+
+    @property
+    def dense_width(self) -> int:
+        """Of a dense MLP."""
+        return self.dense_intermediate_size
+
+    @property
+    def expert_width(self) -> int:
+        """Of one expert."""
+        return self.expert_intermediate_size
+
+    def attention(self, layer: int) -> AttentionSize:
+        """The heads of a layer."""
+        if self.local(layer):
+            heads = (self.swa_num_attention_heads, self.swa_num_key_value_heads, self.swa_head_dim)
+            return AttentionSize(*heads, self.sliding_window_size, self.sliding_window_size)
+        return AttentionSize(self.num_attention_heads, self.num_key_value_heads, self.head_dim, None, self.rel_extent)
+
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers that have experts."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if not self.dense(layer))
+
+    def quantised_layers(self) -> tuple[int, ...]:
+        """All layers with experts but the first, which is published in BF16."""
+        return self.expert_layers()[1:]
+
+    def states(self, place: Place, dtype: str) -> list[LayerState]:
+        """What every layer keeps on one rank."""
+        layers = map(self.attention, range(self.num_hidden_layers))
+        return declare(layers, self.hidden_size, self.sconv_kernel_size, place, dtype)
 
     @staticmethod
     def from_json(config: Mapping[str, object]) -> "InklingConfig":

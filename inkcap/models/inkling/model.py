@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inkcap.cache.state import LayerState, Plane
 from inkcap.layers.attention import Heads, RelBias
 from inkcap.layers.batch import Batch
 from inkcap.layers.embed import Head, NormedEmbedding
@@ -37,10 +36,9 @@ from inkcap.models.inkling.attention import Attention
 from inkcap.models.inkling.config import InklingConfig
 from inkcap.ops.values import LogScaling, Normed
 from inkcap.parallel.comm import Comm
-from inkcap.parallel.slot import Share, Slot
+from inkcap.parallel.share import Share
+from inkcap.parallel.slot import Slot
 
-KV_BLOCK = 64  # tokens
-CONV_BLOCK = 4  # tokens
 DENSE: Mapping[int, Stored] = {}
 
 
@@ -119,10 +117,7 @@ class Inkling:
             dtype,
             device,
         )
-        name = str(dtype).removeprefix("torch.")
-        self.states = [
-            state for visit, layer in enumerate(self.layers) for state in declare(config, visit, layer.attention, name)
-        ]
+        self.states = config.states(comm, str(dtype).removeprefix("torch."))
 
     def slots(self) -> dict[str, Slot]:
         """Every tensor the model wants; see the top of the file."""
@@ -156,21 +151,18 @@ def build_layer(
     config: InklingConfig, layer: int, stored: Stored, comm: Comm, dtype: torch.dtype, device: torch.device
 ) -> DecoderLayer:
     """One decoder layer of the kind its number says."""
-    if config.local(layer):
-        heads = Heads.on(comm, config.swa_num_attention_heads, config.swa_num_key_value_heads, config.swa_head_dim)
-        window, extent, scaling = config.sliding_window_size, config.sliding_window_size, None
-    else:
-        heads = Heads.on(comm, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        window, extent, scaling = None, config.rel_extent, None
-        if config.log_scaling_n_floor is not None:
-            scaling = LogScaling(config.log_scaling_n_floor, config.log_scaling_alpha)
+    size = config.attention(layer)
+    heads = Heads.on(comm, size.heads, size.kv_heads, size.head_dim)
+    scaling = None
+    if size.window is None and config.log_scaling_n_floor is not None:
+        scaling = LogScaling(config.log_scaling_n_floor, config.log_scaling_alpha)
     attention = Attention(
         config.hidden_size,
         heads,
-        RelBias(config.d_rel, extent, dtype, device),
+        RelBias(config.d_rel, size.extent, dtype, device),
         config.sconv_kernel_size,
         config.rms_norm_eps,
-        window,
+        size.window,
         scaling,
         dtype,
         device,
@@ -206,27 +198,3 @@ def build_mlp(
         device,
         stored,
     )
-
-
-def declare(config: InklingConfig, visit: int, attention: Attention, dtype: str) -> list[LayerState]:
-    """What one layer keeps: keys and values in `full` or `window`, four convolution inputs in `sconv`."""
-    kv, size = attention.heads.kv.count, attention.heads.size
-    channels = {"k": kv * size, "v": kv * size, "attn": config.hidden_size, "mlp": config.hidden_size}
-    return [
-        LayerState(
-            group=attention.group,
-            visit=visit,
-            planes=(Plane("k", (kv, size), dtype), Plane("v", (kv, size), dtype)),
-            window=attention.scores.window,
-            block=KV_BLOCK,
-            reads_own_step=True,
-        ),
-        LayerState(
-            group="sconv",
-            visit=visit,
-            planes=tuple(Plane(name, (count,), dtype) for name, count in channels.items()),
-            window=config.sconv_kernel_size,
-            block=CONV_BLOCK,
-            reads_own_step=False,
-        ),
-    ]

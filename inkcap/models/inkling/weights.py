@@ -104,4 +104,3 @@ MULTIMODAL_MODULES = TEXT_MODULES.renamed(
 )
 
 TABLES = (PUBLISHED, TEXT_MODULES, MULTIMODAL_MODULES)
-EXPERTS = (LAYER + "mlp.experts.w13_weight", LAYER + "mlp.experts.w2_weight")  # what may be quantised
