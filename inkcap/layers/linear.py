@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inkcap.layers.batch import Batch
 from inkcap.layers.sconv import ShortConv
-from inkcap.ops.linear.ref import project, project_each, settle
+from inkcap.ops.linear.ref import product, project, project_each, settle
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Normed
 from inkcap.parallel.comm import Comm
@@ -103,11 +102,11 @@ class Row:
                 conv_scale=conv.scale,
                 dtype=dtype,
             )
-        product = self.comm.all_reduce(F.linear(rows, self.weight))
+        summed = self.comm.all_reduce(product(rows, self.weight))
         if scale is not None:
-            product = (product.float() * scale).to(product.dtype)
+            summed = (summed.float() * scale).to(summed.dtype)
         settled = sconv(
-            product,
+            summed,
             conv.taps,
             view,
             batch.packing,

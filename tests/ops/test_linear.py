@@ -7,7 +7,7 @@ import torch
 from steps import World
 
 from inkcap.cache.state import LayerState, Plane
-from inkcap.ops.linear.ref import LOGIT_COLUMNS, logits, project, settle
+from inkcap.ops.linear.ref import LOGIT_COLUMNS, logits, product, project, settle
 from inkcap.ops.values import Normed
 
 pytestmark = pytest.mark.usefixtures("ops")
@@ -19,6 +19,11 @@ def test_project_norms_first():
     for t in range(5):
         row = x[t].double() / math.sqrt((x[t].double() ** 2).mean().item() + 1e-2) * norm.double()
         torch.testing.assert_close(got[t].double(), weight.double() @ row, rtol=1e-5, atol=1e-5)
+
+
+def test_product():
+    x, weight = torch.randn(5, 7), torch.randn(11, 7)
+    torch.testing.assert_close(product(x, weight).double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

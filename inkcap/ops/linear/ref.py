@@ -20,6 +20,12 @@ def project(rows: Normed, weight: Tensor) -> Tensor:
 
 
 @op
+def product(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows [T, N] times `weight` [C, N]: [T, C]. `settle` without what follows, for a sum over ranks in between."""
+    return F.linear(rows, weight)
+
+
+@op
 def project_each(inputs: Sequence[Normed], weight: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     """Several inputs [T, C], each times its own `widths` of the rows of `weight` [N, C]: [T, width] each."""
     parts = weight.split_with_sizes(list(widths))
