@@ -134,6 +134,11 @@ def plan(
     return Splits(rows, queries, tiles, far, near)
 
 
+def channels(total: int, size: int) -> int:
+    """Channels of a program that combines `total` splits of a head with `size`."""
+    return 32 if total > 64 else min(64, size)
+
+
 def _divide(tiles: int, programs: int) -> int:
     """Programs that have work when `tiles` are shared evenly by up to `programs`."""
     programs = max(1, min(tiles, programs))

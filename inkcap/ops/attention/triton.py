@@ -70,7 +70,7 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
         plan.far > 0, early, *splits.stages(plan, early, q.element_size()), on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
-    channels = 32 if plan.total > 64 else min(64, padded(size))
+    channels = splits.channels(plan.total, padded(size))
     combine_kernel[(plan.tiles * plan.queries, heads, triton.cdiv(size, channels))](
         sums, tops, out, q if sinks is None else sinks, q if gate is None else gate, packing.starts, packing.first,
         sequences, most, plan.far, plan.near, 0 if sinks is None else sinks.stride(0),
