@@ -1,26 +1,32 @@
 """What rules cost, and whether they hold: masks per row and per batch, and answers sampled from a random model.
 
-    python bench/grammar.py cost MODEL          time of masks, in this process
-    python bench/grammar.py sample MODEL [200]  answers at temperature 1.5 under each kind of rule, judged by jsonschema
+    python bench/grammar.py cost MODEL [20]     time of masks, in this process
+    python bench/grammar.py step MODEL [3]      time of a step of 64 rows with rules and without, of the whole engine
+    python bench/grammar.py sample MODEL [200]  answers at temperature 1.5 under each kind of rule, judged
 
-MODEL is a checkpoint with the published vocabulary, such as `inkcap demo-checkpoint` writes.
+Each prints JSON lines. MODEL is a checkpoint with the published vocabulary, such as `inkcap demo-checkpoint` writes.
 """
 
 import argparse
 import json
+import os
+import platform
 import statistics
+import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jsonschema_rs
 import torch
 
 from inkcap import LLM, SamplingParams
-from inkcap.base.matching import Compiler
+from inkcap.base.matching import Compiler, json_grammar
 from inkcap.base.step import RowSetup
-from inkcap.base.turn import Start
-from inkcap.base.vocabulary import END_MESSAGE, END_TURN, KINDS, MODEL, ORDINARY, TEXT
+from inkcap.base.turn import Start, TurnRules
+from inkcap.base.vocabulary import CALL_JSON, END_MESSAGE, END_TURN, KINDS, MODEL, ORDINARY, TEXT, THINKING, VOCAB
 from inkcap.chat.grammar import read_wish
 from inkcap.chat.tokens import Tokenizer
 from inkcap.llm import CompletionOutput
@@ -40,7 +46,10 @@ PERSON = {
 }
 PLACE = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 16}, "days": {"type": "integer", "maximum": 99}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 16},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["city"],
     "additionalProperties": False,
 }
@@ -54,6 +63,11 @@ TEXTS = [
     '{"age": 12, "name": "x"}',
 ]
 STRING = {"type": "string"}
+ROWS = 64
+BOUND = {"bounded": PERSON}
+FREE = {"unbounded": {**PERSON, "properties": {**PERSON["properties"], "name": STRING, "email": STRING}}}
+SCHEMAS = {"get_weather": PLACE, "save_person": PERSON}
+THINKING_TOKENS = 8  # budget of a sampled answer
 ASKED: dict[str, dict[str, Any]] = {
     "required": {"tools": TOOLS, "tool_choice": "required"},
     "named": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "save_person"}}},
@@ -64,127 +78,250 @@ ASKED: dict[str, dict[str, Any]] = {
 def cost(path: str, rounds: int) -> None:
     """Print times of masks for a schema whose strings have any length, and for one whose strings are bounded."""
     tokenizer, compiler = Tokenizer.load(path), Compiler.load(path)
-    unbounded = {**PERSON, "properties": {**PERSON["properties"], "name": STRING, "email": STRING}}
-    for what, schema in (("strings of any length", unbounded), ("strings of bounded length", PERSON)):
-        print(what)
-        cost_of(schema, tokenizer, compiler, rounds)
+    for kind, schema in (FREE | BOUND).items():
+        wish = read_wish(formats={"guided_json": schema})
+        rules = wish.rules(Start.BETWEEN, {})
+        assert rules is not None, "a format is a rule"
+        lines = [[MODEL, TEXT, *tokenizer.encode_text(text), END_MESSAGE, END_TURN] for text in TEXTS[:2]]
+        began = time.perf_counter()
+        compiler.matcher(rules.text)
+        compiled = 1e3 * (time.perf_counter() - began)
+        one = alone(lines, rules, compiler, rounds)
+        many, setting = together(lines, rules, compiler, rounds)
+        line = {
+            "compile_ms": round(compiled, 2),
+            "one_row_us": quantiles([1e6 * t for t in one]),
+            "rows_ms": quantiles([1e3 * t for t in many]),
+            "set_logits_ms": quantiles([1e3 * t for t in setting]),
+        }
+        print(json.dumps({"bench": "grammar.cost", "strings": kind, "rows": ROWS, **line, **where()}))
 
 
-def cost_of(schema: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler, rounds: int) -> None:
-    """Print times of one row's mask, of a batch of 64, and of setting logits by it."""
-    wish = read_wish(formats={"guided_json": schema})
-    rules = wish.rules(Start.BETWEEN, {})
-    assert rules is not None, "a format is a rule"
-    prompt = [1]
-    lines = [[MODEL, TEXT, *tokenizer.encode_text(text), END_MESSAGE, END_TURN] for text in TEXTS[:2]]
-    ready(compiler, rules.text)
-    alone = []
+def alone(lines: list[list[int]], rules: TurnRules, compiler: Compiler, rounds: int) -> list[float]:
+    """Seconds of each mask of one row."""
+    found = []
     for _ in range(rounds):
         for line in lines:
             guides = Guides(compiler, torch.device("cpu"))
-            guides.open([RowSetup(row=0, tokens=prompt, prompt_length=1, params=SamplingParams(), seed=0, rules=rules)])
+            guides.open([setup_of(0, [], rules)])
             for token in line:
                 began = time.perf_counter()
                 masks = guides.masks([0])
-                alone.append(time.perf_counter() - began)
+                found.append(time.perf_counter() - began)
                 assert masks is not None, "every state of a strict turn has a mask"
                 assert int(masks[0, token // 32]) >> (token % 32) & 1, f"token {token} must be allowed"
                 guides.drawn([0], torch.tensor([token]))
-    report("mask of one row, us", [1e6 * t for t in alone])
-    together = []
-    setting = []
-    rows = [*range(64)]
-    logits = torch.randn(64, 200058)
-    for turn in range(rounds):
-        guides = Guides(compiler, torch.device("cpu"))
-        setups = []
-        for row in rows:
-            line = lines[row % len(lines)]
-            said = line[: (row * 7 + turn) % (len(line) - 1)]
-            setups.append(
-                RowSetup(row=row, tokens=prompt + said, prompt_length=1, params=SamplingParams(), seed=0, rules=rules)
-            )
-        guides.open(setups)
-        guides.masks(rows)
-        said = [len(setup.tokens) - 1 for setup in setups]
-        guides.drawn(rows, torch.tensor([lines[row % len(lines)][said[row]] for row in rows]))
-        began = time.perf_counter()
-        masks = guides.masks(rows)
-        together.append(time.perf_counter() - began)
-        assert masks is not None, "every state of a strict turn has a mask"
-        began = time.perf_counter()
-        allow(logits.clone(), masks)
-        setting.append(time.perf_counter() - began)
-    report("masks of 64 rows, ms", [1e3 * t for t in together])
-    report("64 rows of logits set by them (CPU, with a copy of the logits), ms", [1e3 * t for t in setting])
-
-
-def ready(compiler: Compiler, grammar: str) -> None:
-    """Compile, and say how long it took."""
-    began = time.perf_counter()
-    compiler.matcher(grammar)
-    print(f"{'compiled in, ms':<70} {1e3 * (time.perf_counter() - began):8.2f}")
-
-
-def report(what: str, values: list[float]) -> None:
-    values = sorted(values)
-    print(
-        f"{what:<70} p50 {statistics.median(values):8.1f}  p90 {values[int(len(values) * 0.9)]:8.1f}  n {len(values)}"
-    )
-
-
-def sample(path: str, count: int, seed: int = 1, tokens: int = 100) -> dict[str, Counter[str]]:
-    """Sample `count` answers of each kind and judge them; a wrong one raises AssertionError.
-
-    The random model would call tools for ever, so ending the turn, where rules allow it, is made likelier.
-    """
-    found: dict[str, Counter[str]] = {}
-    with LLM(path, dtype="float32", max_model_len=1024, max_num_seqs=16) as llm:
-        for kind, asked in ASKED.items():
-            began = time.perf_counter()
-            params = [
-                SamplingParams(temperature=1.5, max_tokens=tokens, seed=seed * 1000 + i, logit_bias={END_TURN: 60.0})
-                for i in range(count)
-            ]
-            messages = [[{"role": "user", "content": f"Number {i}, please."}] for i in range(count)]
-            answers = llm.chat(messages, params, **asked, thinking_token_budget=8, use_tqdm=False)
-            found[kind] = Counter(judged(kind, answer.outputs[0]) for answer in answers)
-            print(f"{kind:<12} {dict(found[kind])}  {time.perf_counter() - began:.1f} s", flush=True)
     return found
 
 
-def judged(kind: str, output: CompletionOutput) -> str:
-    """valid, or cut by length with a valid beginning."""
-    ids = output.token_ids
-    schemas = {"get_weather": PLACE, "save_person": PERSON}
-    inside = False
-    for token in ids:
-        if token >= ORDINARY:
-            assert not inside or token == END_MESSAGE, f"control token {token} inside a message"
-            inside = token in KINDS
-    if output.finish_reason == "length":
-        return "cut"
-    assert ids[-2:] == [END_MESSAGE, END_TURN], ids[-4:]
-    if kind == "json_schema":
-        jsonschema_rs.validate(PERSON, json.loads(output.text))
-        assert not output.tool_calls, output.tool_calls
-    else:
-        assert output.tool_calls, output.text
+def together(
+    lines: list[list[int]], rules: TurnRules, compiler: Compiler, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of the masks of ROWS rows, and of logits set by them, with rows at all places of their texts."""
+    filled, setting = [], []
+    rows = [*range(ROWS)]
+    logits = torch.randn(ROWS, VOCAB)
+    for turn in range(rounds):
+        guides = Guides(compiler, torch.device("cpu"))
+        said = [(row * 7 + turn) % (len(lines[row % len(lines)]) - 1) for row in rows]
+        guides.open([setup_of(row, lines[row % len(lines)][: said[row]], rules) for row in rows])
+        guides.masks(rows)
+        guides.drawn(rows, torch.tensor([lines[row % len(lines)][said[row]] for row in rows]))
+        began = time.perf_counter()
+        masks = guides.masks(rows)
+        filled.append(time.perf_counter() - began)
+        assert masks is not None, "every state of a strict turn has a mask"
+        fresh = logits.clone()
+        began = time.perf_counter()
+        allow(fresh, masks)
+        setting.append(time.perf_counter() - began)
+    return filled, setting
+
+
+def setup_of(row: int, said: list[int], rules: TurnRules) -> RowSetup:
+    """A row that has said something."""
+    return RowSetup(row=row, tokens=[1, *said], prompt_length=1, params=SamplingParams(), seed=0, rules=rules)
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """The middle and the tail."""
+    values = sorted(values)
+    return {"p50": round(statistics.median(values), 2), "p90": round(values[int(len(values) * 0.9)], 2)}
+
+
+def step(path: str, rounds: int, steps: int = 24) -> None:
+    """Print the time of a step of 64 rows: free rows, and rows whose strings are bounded or not.
+
+    The difference of two runs, one `steps` steps longer, so that prompts do not count. No row ends.
+    """
+    endless = {kind: {"type": "array", "items": schema, "minItems": 500} for kind, schema in (BOUND | FREE).items()}
+    asked: dict[str, dict[str, Any]] = {"free": {}}
+    for kind, schema in endless.items():
+        asked[kind] = {"response_format": {"type": "json_schema", "json_schema": {"name": "l", "schema": schema}}}
+    prompts = [[{"role": "user", "content": f"Number {i}, please."}] for i in range(ROWS)]
+    with LLM(path, dtype="float32", max_model_len=512, max_num_seqs=ROWS, enable_prefix_caching=False) as llm:
+
+        def seconds(kind: str, temperature: float, tokens: int) -> float:
+            params = [
+                SamplingParams(temperature=temperature, max_tokens=tokens, seed=i, ignore_eos=True) for i in range(ROWS)
+            ]
+            began = time.perf_counter()
+            outputs = llm.chat(prompts, params, **asked[kind], use_tqdm=False)
+            assert all(len(output.outputs[0].token_ids) == tokens for output in outputs), "a row ended"
+            return time.perf_counter() - began
+
+        for temperature in (1.0, 0.0):
+            found: dict[str, list[float]] = {kind: [] for kind in asked}
+            for kind in [*asked] * (rounds + 1):
+                short = seconds(kind, temperature, 8)
+                found[kind].append(1e3 * (seconds(kind, temperature, 8 + steps) - short) / steps)
+            line = {kind: round(statistics.median(values[1:]), 2) for kind, values in found.items()}
+            print(
+                json.dumps({"bench": "grammar.step", "rows": ROWS, "temperature": temperature, "ms": line, **where()})
+            )
+
+
+def sample(path: str, count: int, kinds: Sequence[str], seed: int = 1, tokens: int = 100) -> None:
+    """Sample `count` answers of each kind and judge them; a wrong one raises AssertionError. Prints a JSON line each.
+
+    The random model would call tools for ever and never think, so ending the turn, where rules allow it, is made
+    likelier, and in every second answer thinking, too.
+    """
+    judge = Judge(path)
+    with LLM(path, dtype="float32", max_model_len=1024, max_num_seqs=16) as llm:
+        for kind in kinds:
+            began = time.perf_counter()
+            biases = ({END_TURN: 60.0}, {END_TURN: 60.0, THINKING: 60.0})
+            params = [
+                SamplingParams(temperature=1.5, max_tokens=tokens, seed=seed * 1000 + i, logit_bias=biases[i % 2])
+                for i in range(count)
+            ]
+            messages = [[{"role": "user", "content": f"Number {i}, please."}] for i in range(count)]
+            answers = llm.chat(messages, params, **ASKED[kind], thinking_token_budget=THINKING_TOKENS, use_tqdm=False)
+            outputs = [answer.outputs[0] for answer in answers]
+            found = Counter(judge.judged(kind, output) for output in outputs)
+            line = {
+                "bench": "grammar.sample",
+                "kind": kind,
+                "samples": count,
+                "temperature": 1.5,
+                "thinking_budget": THINKING_TOKENS,
+                "max_tokens": tokens,
+                "valid": found["valid"],
+                "cut_valid_prefix": found["cut"],
+                "thought": sum(bool(output.reasoning) for output in outputs),
+                "calls": sum(len(output.tool_calls) for output in outputs),
+                "tokens": sum(len(output.token_ids) for output in outputs),
+                **where(),
+            }
+            print(json.dumps(line), flush=True)
+            print(f"{kind}: {dict(found)} in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+class Judge:
+    """Judges answers by their tokens, apart from the guide that held them: frames, grammars, schemas."""
+
+    def __init__(self, path: str) -> None:
+        self.compiler = Compiler.load(path)
+        calls = read_wish(tools=TOOLS).tools
+        self.calls = {name: tool.grammar for name, tool in calls.items()}
+        self.text = json_grammar(PERSON)
+
+    def judged(self, kind: str, output: CompletionOutput) -> str:
+        """valid, or cut: ended by its length, after a beginning that is valid."""
+        ids = output.token_ids
+        messages, rest = split(ids)
+        thinking = sum(len(payload) for _, of, payload in messages if of == THINKING)
+        assert thinking <= THINKING_TOKENS, f"{thinking} tokens of thinking"
+        if output.finish_reason == "length":
+            for message in messages[:-1]:
+                self._message(kind, *message, whole=True)
+            if messages:
+                self._message(kind, *messages[-1], whole=rest is not None)
+            if rest:
+                name = b"".join(self.compiler.pieces[token] for token in rest[1:]).decode()
+                assert rest[0] == MODEL, rest
+                assert any(tool.startswith(name) for tool in self.calls), rest
+            return "cut"
+        assert rest == [END_TURN], rest
+        for message in messages:
+            self._message(kind, *message, whole=True)
+        answers = [of for _, of, _ in messages if of != THINKING]
+        if kind == "json_schema":
+            assert answers == [TEXT], answers
+            assert not output.tool_calls, output.tool_calls
+            jsonschema_rs.validate(PERSON, json.loads(output.text))
+            return "valid"
+        assert answers == [CALL_JSON] * len(output.tool_calls), answers
         assert not output.text, output.text
         for call in output.tool_calls:
-            jsonschema_rs.validate(schemas[call.name], json.loads(call.arguments))
-    if kind == "named":
-        assert [call.name for call in output.tool_calls] == ["save_person"], output.tool_calls
-    return "valid"
+            jsonschema_rs.validate(SCHEMAS[call.name], json.loads(call.arguments))
+        if kind == "named":
+            assert [call.name for call in output.tool_calls] == ["save_person"], output.tool_calls
+        assert output.tool_calls, "a call is asked for"
+        return "valid"
+
+    def _message(self, kind: str, header: list[int], of: int, payload: list[int], whole: bool) -> None:
+        """One message: without control tokens, and by a fresh matcher a text of its grammar or the beginning of one."""
+        assert all(token < ORDINARY for token in (*header, *payload)), (header, payload)
+        if of == THINKING:
+            assert not header, header
+            return
+        if of == CALL_JSON:
+            assert kind != "json_schema", "no tools were given"
+            name = b"".join(self.compiler.pieces[token] for token in header).decode()
+            grammar = self.calls[name]
+        else:
+            assert (of, kind, header) == (TEXT, "json_schema", [])
+            grammar = self.text
+        matcher = self.compiler.matcher(grammar)
+        for token in payload:
+            matcher.consume(token)
+        assert not matcher.error, matcher.error
+        assert matcher.accepting or not whole, "a whole message is a whole text"
+
+
+def split(ids: Sequence[int]) -> tuple[list[tuple[list[int], int, list[int]]], list[int] | None]:
+    """Messages of an answer as (header, kind, payload), and what follows the last; None if that is still open."""
+    messages: list[tuple[list[int], int, list[int]]] = []
+    rest: list[int] | None = []
+    for token in ids:
+        if rest is None:
+            if token == END_MESSAGE:
+                rest = []
+            else:
+                messages[-1][2].append(token)
+        elif token in KINDS:
+            assert rest[:1] == [MODEL], rest
+            messages.append((rest[1:], token, []))
+            rest = None
+        else:
+            rest.append(token)
+    return messages, rest
+
+
+def where() -> dict[str, object]:
+    """What figures depend on."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "load": round(os.getloadavg()[0], 1),
+        "llguidance": version("llguidance"),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "commit": commit,
+    }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cost", "sample"])
+    parser.add_argument("what", choices=["cost", "step", "sample"])
     parser.add_argument("model")
-    parser.add_argument("count", type=int, nargs="?", default=200)
+    parser.add_argument("count", type=int, nargs="?", help="rounds, or answers of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=[*ASKED], help="of answers")
     given = parser.parse_args()
     if given.what == "cost":
-        cost(given.model, given.count)
+        cost(given.model, given.count or 20)
+    elif given.what == "step":
+        step(given.model, given.count or 3)
     else:
-        sample(given.model, given.count)
+        sample(given.model, given.count or 200, given.kinds or [*ASKED])

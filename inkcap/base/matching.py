@@ -4,19 +4,17 @@ No torch. Compiling and filling masks let other threads run; building a vocabula
 """
 
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from numpy.typing import NDArray
 
 from inkcap.base.room import LETTER, MOST_ROOM, fitting, letters, witness
@@ -26,9 +24,6 @@ WORDS = -(-VOCAB // 32)  # 32-bit words of one row of masks
 ROW_BYTES = WORDS * 4
 KEPT_GRAMMARS = 512  # compiled, of a process
 COMPILERS = 2  # threads
-# Copies of what was compiled share a lock. Masks of rows in different lanes are filled at the same time.
-LANES = min(4, os.cpu_count() or 1)
-TOGETHER = 8  # masks from which on threads are worth their start
 # A run of blanks between tokens of JSON that is free in its form. Bounded, or a weak model fills its budget with it.
 BLANKS = r"[\x20\x0A\x0D\x09]{1,24}"
 PROBE_STEPS = 6
@@ -54,9 +49,12 @@ def lark_string(text: str) -> str:
     return json.dumps(text)
 
 
-def json_rule(schema: object, compact: bool) -> str:
-    """A Lark expression for JSON of a schema. `compact`: without blanks, as the models write the arguments of calls."""
-    form = {"whitespace_flexible": False} if compact else {"whitespace_pattern": BLANKS}
+def json_rule(schema: object, compact: bool, blanks: str = BLANKS) -> str:
+    """A Lark expression for JSON of a schema. `compact`: without blanks, as the models write the arguments of calls.
+
+    `blanks`: a regular expression of what may stand between its tokens.
+    """
+    form = {"whitespace_flexible": False} if compact else {"whitespace_pattern": blanks}
     if isinstance(schema, Mapping):
         return "%json " + json.dumps({**schema, "x-guidance": form})
     return "%json " + json.dumps({"allOf": [schema], "x-guidance": form})  # true and false
@@ -69,29 +67,22 @@ def regex_grammar(pattern: str) -> str:
 
 def written_grammar(text: str) -> str:
     """A grammar as users write it: Lark, or GBNF (rules written with `::=`). Raises ValueError."""
-    return gbnf_to_lark(text) if "::=" in text else text
-
-
-def tagged_grammar(triggers: Sequence[str], tags: Sequence[tuple[str, object, str]]) -> str:
-    """Free text in which, after one of `triggers`, one of `tags` follows: its begin, JSON of its schema, its end.
-
-    Raises ValueError.
-    """
-    made = []
-    for begin, schema, end in tags:
-        trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
-        if trigger is None:
-            raise ValueError(f"the tag {begin[:60]!r} begins with none of the triggers")
-        made.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=json_grammar(schema), end=end))
+    if "::=" not in text:
+        return text
     try:
-        return llguidance.StructTag.to_grammar(made)
-    except AssertionError as error:
-        raise ValueError(str(error) or "the tags do not fit together") from None
+        return gbnf_to_lark(text)
+    except (GbnfToLarkError, IndexError, KeyError) as error:
+        raise ValueError(str(error)) from None
 
 
-def json_grammar(schema: object, compact: bool = False) -> str:
+def regex_rule(pattern: str) -> str:
+    """A Lark expression of the texts that a regular expression matches whole."""
+    return f"/{llguidance.regex_to_lark(pattern, '')}/"
+
+
+def json_grammar(schema: object, compact: bool = False, blanks: str = BLANKS) -> str:
     """A grammar of JSON of a schema."""
-    return f"start: json\njson: {json_rule(schema, compact)}\n"
+    return f"start: json\njson: {json_rule(schema, compact, blanks)}\n"
 
 
 class Matcher:
@@ -160,10 +151,8 @@ class Compiler:
         self._bytes = [ranks[bytes((byte,))] for byte in range(256)]
         self._limits = limits()
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, int], Future[Compiled]] = OrderedDict()
+        self._kept: OrderedDict[str, Future[Compiled]] = OrderedDict()
         self._pool = ThreadPoolExecutor(COMPILERS, "grammar")
-        self._fillers = llguidance.LLExecutor(LANES)
-        self._lanes = count()
         self.names: dict[tuple[bytes, ...], tuple[int, ...]] = {}
 
     @classmethod
@@ -171,48 +160,37 @@ class Compiler:
         """The compiler of a checkpoint's vocabulary; one a process. Raises what `read_ranks` raises."""
         return _loaded(str(directory))
 
-    def lane(self) -> int:
-        """The lane of the next row."""
-        return next(self._lanes) % LANES
-
-    def begin(self, grammar: str, lane: int = 0) -> Future[Compiled]:
-        """Compile for a lane, or find what was compiled. An error of the grammar is the matcher's."""
-        key = grammar, lane
+    def begin(self, grammar: str) -> Future[Compiled]:
+        """Compile, or find what was compiled. An error of the grammar is the matcher's."""
         with self._lock:
-            found = self._kept.get(key)
+            found = self._kept.get(grammar)
             if found is None:
-                found = self._kept[key] = self._pool.submit(self._compile, grammar)
+                found = self._kept[grammar] = self._pool.submit(self._compile, grammar)
                 if len(self._kept) > KEPT_GRAMMARS:
                     self._kept.popitem(last=False)
             else:
-                self._kept.move_to_end(key)
+                self._kept.move_to_end(grammar)
             return found
 
-    def matcher(self, grammar: str, lane: int = 0) -> Matcher:
+    def matcher(self, grammar: str) -> Matcher:
         """A matcher at the start of a text; waits for the grammar."""
-        found = self.begin(grammar, lane).result()
+        found = self.begin(grammar).result()
         return Matcher(found.whole.deep_copy(), found.rest and found.rest.deep_copy(), found.witness)
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -> None:
-        """Write masks to rows of masks [n, WORDS], contiguous: bit t of the row is set if token t may come next."""
+        """Write masks to rows of masks [n, WORDS]: bit t of the row is set if token t may come next.
+
+        One after another: threads, also over matchers that share no lock, made it no faster.
+        """
         assert masks.strides == (ROW_BYTES, 4), "rows of masks follow one another"
-        asked: list[tuple[llguidance.LLMatcher, int]] = []
-        rooms: list[tuple[int, int]] = []
+        address = masks.ctypes.data
         for matcher, row in matchers:
             room = matcher.room
-            if room and (rest := self._caught_up(matcher)) is not None:
-                asked.append((rest, row))
-                rooms.append((row, room))
-            else:
-                asked.append((matcher.inner, row))
-        address = masks.ctypes.data
-        if len(asked) < TOGETHER:
-            for inner, row in asked:
-                inner.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
-        else:
-            self._fillers.unsafe_compute_mask_ptr(asked, address, ROW_BYTES, len(masks))
-        for row, room in rooms:
-            masks[row] |= self._fitting[room]
+            rest = self._caught_up(matcher) if room else None
+            filler = matcher.inner if rest is None else rest
+            filler.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
+            if rest is not None:
+                masks[row] |= self._fitting[room]
 
     def _caught_up(self, matcher: Matcher) -> llguidance.LLMatcher | None:
         """The matcher without plain text, where the whole one is; None if its limits do not let it come that far."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from inkcap.base.errors import BadRequest, NotBuiltYet
-from inkcap.base.matching import json_grammar, json_rule, lark_string, regex_grammar, tagged_grammar, written_grammar
+from inkcap.base.matching import BLANKS, json_grammar, json_rule, lark_string, regex_grammar, written_grammar
 from inkcap.base.turn import Start, TurnRules
+from inkcap.chat.tags import tag_grammar
 from inkcap.chat.tools import MAX_DEPTH
 
 MAX_TOOLS = 1024
@@ -21,7 +22,9 @@ OBJECT = {"type": "object"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # fields of `structured_outputs` that say what the text must be, and those that only say how it is written
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-HOW = ("disable_any_whitespace", "disable_fallback", "disable_additional_properties", "whitespace_pattern")
+HOW = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback", "disable_additional_properties")
+NOT_BUILT = ("disable_additional_properties",)
+MAX_PATTERN = 1024  # characters of a pattern of blanks
 
 
 @dataclass(frozen=True)
@@ -239,7 +242,7 @@ def read_format(formats: Mapping[str, object]) -> tuple[str, str]:
         return _response_format(value)
     if name == "structured_outputs":
         return _structured(value)
-    return _grammar(name.removeprefix("guided_"), value, name, compact=False), name
+    return _grammar(name.removeprefix("guided_"), value, name), name
 
 
 def _response_format(value: object) -> tuple[str, str]:
@@ -253,9 +256,9 @@ def _response_format(value: object) -> tuple[str, str]:
         if not isinstance(given, Mapping):
             raise BadRequest("response_format.json_schema is missing or not an object", "response_format.json_schema")
         schema = given.get("schema")
-        return _grammar("json", OBJECT if schema is None else schema, param, compact=False), param
+        return _grammar("json", OBJECT if schema is None else schema, param), param
     if kind == "structural_tag":
-        return _grammar("structural_tag", value, "response_format", compact=False), "response_format"
+        return _grammar("structural_tag", value, "response_format"), "response_format"
     raise BadRequest(
         f"response_format.type is {kind!r:.80}; use text, json_object, json_schema or structural_tag",
         "response_format.type",
@@ -268,7 +271,7 @@ def _structured(value: object) -> tuple[str, str]:
     for key, given in value.items():
         if key not in KINDS + HOW:
             raise BadRequest(f"structured_outputs has the unknown key {key!r:.80}", "structured_outputs")
-        if key in HOW[2:] and given:
+        if key in NOT_BUILT and given:
             raise NotBuiltYet(f"structured_outputs.{key} is not built", f"structured_outputs.{key}")
     asked = [key for key in KINDS if value.get(key) not in (None, False)]
     if len(asked) != 1:
@@ -276,16 +279,23 @@ def _structured(value: object) -> tuple[str, str]:
             f"structured_outputs has {' and '.join(asked) or 'nothing'}; give exactly one of {', '.join(KINDS)}",
             "structured_outputs",
         )
+    compact, blanks = value.get("disable_any_whitespace") is True, value.get("whitespace_pattern")
+    if blanks is not None:
+        where = "structured_outputs.whitespace_pattern"
+        if not isinstance(blanks, str) or len(blanks) > MAX_PATTERN:
+            raise BadRequest(f"{where} must be a regular expression of at most {MAX_PATTERN} characters", where)
+        if compact or asked[0] not in ("json", "json_object"):
+            raise BadRequest(f"{where} is for json and json_object, and not with disable_any_whitespace", where)
     param = f"structured_outputs.{asked[0]}"
-    return _grammar(asked[0], value[asked[0]], param, compact=value.get(HOW[0]) is True), param
+    return _grammar(asked[0], value[asked[0]], param, compact, BLANKS if blanks is None else blanks), param
 
 
-def _grammar(kind: str, value: object, param: str, compact: bool) -> str:
+def _grammar(kind: str, value: object, param: str, compact: bool = False, blanks: str = BLANKS) -> str:
     """The grammar of one format."""
     if kind == "json_object":
-        return json_grammar(OBJECT, compact)
+        return json_grammar(OBJECT, compact, blanks)
     if kind == "json":
-        return _json(value, param, compact)
+        return json_grammar(_schema(value, param), compact, blanks)
     if kind == "choice":
         return _choice(value, param)
     if kind == "structural_tag":
@@ -296,23 +306,27 @@ def _grammar(kind: str, value: object, param: str, compact: bool) -> str:
         raise BadRequest(f"{param} has {len(value):,} characters; the limit is {MAX_GRAMMAR_BYTES:,}", param)
     try:
         return regex_grammar(value) if kind == "regex" else written_grammar(value)
-    except (ValueError, IndexError, KeyError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"{param} cannot be read: {error}", param) from None
 
 
-def _json(value: object, param: str, compact: bool) -> str:
-    if isinstance(value, str):
-        if len(value) > MAX_GRAMMAR_BYTES:
-            raise BadRequest(f"{param} has {len(value):,} characters; the limit is {MAX_GRAMMAR_BYTES:,}", param)
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            raise BadRequest(f"{param} is not JSON: {error}", param) from None
+def _schema(value: object, param: str) -> Mapping[str, object] | bool:
+    """A JSON schema that is not too large: as it is, or in a string."""
+    value = _object(value, param) if isinstance(value, str) else value
     if not isinstance(value, Mapping | bool):
         raise BadRequest(f"{param} is not a JSON schema: it must be an object", param)
     if (why := too_large(value)) is not None:
         raise BadRequest(f"{param} cannot be enforced: {why}", param)
-    return json_grammar(value, compact)
+    return value
+
+
+def _object(text: str, param: str) -> object:
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise BadRequest(f"{param} has {len(text):,} characters; the limit is {MAX_GRAMMAR_BYTES:,}", param)
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise BadRequest(f"{param} is not JSON: {error}", param) from None
 
 
 def _choice(value: object, param: str) -> str:
@@ -326,29 +340,9 @@ def _choice(value: object, param: str) -> str:
 
 
 def _structural_tag(value: object, param: str) -> str:
-    if isinstance(value, str):
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            raise BadRequest(f"{param} is not JSON: {error}", param) from None
-    if not isinstance(value, Mapping):
+    form = _object(value, param) if isinstance(value, str) else value
+    if not isinstance(form, Mapping):
         raise BadRequest(f"{param} is not an object", param)
-    if value.get("format") is not None:
-        raise NotBuiltYet(f"{param}.format is not built; use structures and triggers", f"{param}.format")
-    if (why := too_large(value)) is not None:
+    if (why := too_large(form)) is not None:
         raise BadRequest(f"{param} cannot be enforced: {why}", param)
-    structures, triggers = value.get("structures"), value.get("triggers")
-    if not isinstance(triggers, list) or not triggers or not all(isinstance(one, str) and one for one in triggers):
-        raise BadRequest(f"{param}.triggers must be a list of strings that are not empty", f"{param}.triggers")
-    if not isinstance(structures, list) or not structures:
-        raise BadRequest(f"{param}.structures must be a list of objects", f"{param}.structures")
-    tags: list[tuple[str, object, str]] = []
-    for i, one in enumerate(structures):
-        begin, end = (one.get("begin"), one.get("end")) if isinstance(one, Mapping) else (None, None)
-        if not isinstance(one, Mapping) or not isinstance(begin, str) or not isinstance(end, str):
-            raise BadRequest(f"{param}.structures[{i}] needs begin, schema and end", f"{param}.structures[{i}]")
-        tags.append((begin, one.get("schema", OBJECT), end))
-    try:
-        return tagged_grammar(triggers, tags)
-    except ValueError as error:
-        raise BadRequest(f"{param} cannot be read: {error}", param) from None
+    return tag_grammar(form, param)

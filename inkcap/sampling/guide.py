@@ -84,7 +84,6 @@ class Guide:
         self.failed = ""  # why the row cannot go on under its rules
         self._compiler = compiler
         self._masks = masks
-        self._lane = compiler.lane()
         self._calls = 0
         self._answered = False  # a strict turn has its text
         self._thought = False  # a strict turn has had its thinking message
@@ -97,13 +96,13 @@ class Guide:
         if self._state == BODY:
             self._kind = THINKING if rules.start == Start.THINKING else TEXT
         if rules.start == Start.RAW and rules.text:
-            self.matcher = compiler.matcher(rules.text, self._lane)
+            self.matcher = compiler.matcher(rules.text)
 
     def begin(self) -> None:
         """Have the grammars compiled that this row will need."""
         for grammar in (self.rules.text, *self.rules.calls.values()):
             if grammar:
-                self._compiler.begin(grammar, self._lane)
+                self._compiler.begin(grammar)
 
     def advance(self, token: int) -> None:
         """The row's next token."""
@@ -134,9 +133,9 @@ class Guide:
         self._state, self._kind, self._forced = BODY, kind, False
         if kind == CALL_JSON:
             name = self._header.decode("utf-8", "replace")
-            self.matcher = self._compiler.matcher(self.rules.calls.get(name, ANY_CALL), self._lane)
+            self.matcher = self._compiler.matcher(self.rules.calls.get(name, ANY_CALL))
         elif kind == TEXT and self.rules.text:
-            self.matcher = self._compiler.matcher(self.rules.text, self._lane)
+            self.matcher = self._compiler.matcher(self.rules.text)
         if self.matcher is not None:
             self.failed = self.matcher.error
         self._header = b""

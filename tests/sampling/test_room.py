@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inkcap.base.matching import LANES, TOGETHER, WORDS, Compiler, Matcher, json_grammar
+from inkcap.base.matching import WORDS, Compiler, Matcher, json_grammar
 from inkcap.base.room import MOST_ROOM, fitting, letters, witness
 from inkcap.base.vocabulary import VOCAB, read_rank_file
 from inkcap.chat.grammar import call_grammar
@@ -108,16 +108,3 @@ def test_what_fits_is_plain_and_no_longer_than_the_room(compiler):
         assert set(np.flatnonzero(bits[room])) == {
             compiler.ids[piece] for piece in (b" the", b"Hello")[: max(0, room - 3)]
         }
-
-
-def test_rows_of_all_lanes_are_filled_together_as_alone(compiler):
-    grammar = json_grammar(SCHEMAS["one"])
-    rows = []
-    for row in range(max(TOGETHER, 2 * LANES) + 3):
-        matcher = compiler.matcher(grammar, compiler.lane())
-        for byte in b'{"a":"bcdefgh'[: 2 + row]:
-            matcher.consume(compiler.ids[bytes((byte,))])
-        rows.append(matcher)
-    together = masks(compiler, *rows)
-    for row, matcher in enumerate(rows):
-        assert (masks(compiler, matcher)[0] == together[row]).all()

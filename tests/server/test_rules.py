@@ -68,6 +68,11 @@ def test_what_a_format_becomes(rules):
     assert rules(response_format={"type": "text"}) is None
     tag = {"begin": "<f>", "schema": SCHEMA, "end": "</f>"}
     assert rules(response_format={"type": "structural_tag", "structures": [tag], "triggers": ["<f"]}).strict
+    nested = {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "const_string", "value": "END"}]}
+    assert rules(response_format={"type": "structural_tag", "format": nested}).strict
+    spaced = rules(structured_outputs={"json": SCHEMA, "whitespace_pattern": "[ ]?"})
+    assert '"whitespace_pattern": "[ ]?"' in spaced.text
+    assert '"whitespace_flexible": false' in rules(structured_outputs={"json": {}, "disable_any_whitespace": True}).text
 
 
 def test_completions_have_formats_too(call, engine):
@@ -88,13 +93,21 @@ REFUSED = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": 3}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs.json"),
+    (
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        "structured_outputs.disable_additional_properties",
+    ),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": {"type": "nonsense"}}, "guided_json"),
     ({"guided_regex": "(?=a)b"}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "start: <|end_message|>"}, "guided_grammar"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar"),
-    ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, "response_format.format"),
+    ({"guided_grammar": "root ::= ("}, "guided_grammar"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "any_tokens"}}}, "response_format.format.type"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "("}}}, "response_format"),
     ({"guided_json": SCHEMA, "allowed_token_ids": [5]}, "allowed_token_ids"),
     ({"tools": TOOLS, "functions": [{"name": "f"}]}, "functions"),
     ({"tools": [tool("f", parameters={"type": "nonsense"}, strict=True)]}, "tools[0].function.parameters"),
