@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from guards import guards  # noqa: F401  a fixture
 from toy import run
 
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
@@ -137,3 +138,9 @@ def test_graphs_agree_with_eager_steps(monkeypatch, rows):
     found = apart(run(made, wanted, 1), expected)
     assert found.median() < 0.02
     assert found.max() < 1.0
+
+
+def test_kernels_write_nothing_beyond_the_ends_of_tensors(guards):  # noqa: F811
+    """Prompts, single tokens and both together; guard regions, for where no sanitizer runs."""
+    run(worker(GPU, torch.bfloat16, graphs=False), requests(LENGTHS), 0)
+    assert guards.check() > 1000

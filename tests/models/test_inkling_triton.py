@@ -3,6 +3,7 @@ layers' own parameters, prompts in chunks beside rows that decode."""
 
 import pytest
 import torch
+from guards import guards  # noqa: F401  a fixture
 from toy import run
 
 import inkcap.ops  # noqa: F401  declares the implementations
@@ -107,10 +108,11 @@ def generate(ops: dict[str, str], lengths: list[int], chunk: int) -> dict[str, t
 
 
 @pytest.mark.parametrize(("lengths", "chunk"), [([66], 70), ([1, 30], 20)], ids=["alone", "together"])
-def test_kernels_agree_with_the_references(kernels, lengths, chunk):
+def test_kernels_agree_with_the_references(kernels, guards, lengths, chunk):  # noqa: F811
     """Steps of 66 tokens and of one; of 21 and 11 tokens of two sequences, and of one of each."""
     expected = generate(dict.fromkeys(OPS, "ref"), lengths, chunk)
     found = generate(kernels, lengths, chunk)
+    assert guards.check() > 100
     for name, (tokens, chances, _) in expected.items():
         assert found[name][0] == tokens
         own = torch.tensor([entry.logprobs[0] for entry in found[name][1]])
