@@ -88,6 +88,13 @@ def serving(program: list[str], model: str, flags: list[str]) -> Iterator[tuple[
         process.wait()
 
 
+def make_demo(folder: str) -> str:
+    """A demo checkpoint in `folder`."""
+    model = str(Path(folder) / "demo")
+    subprocess.run([sys.executable, "-m", "inkcap", "demo-checkpoint", model], check=True, stdout=sys.stderr)
+    return model
+
+
 def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
@@ -134,8 +141,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         model = args.model
         if model is None:
-            model = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "demo")
-            subprocess.run([sys.executable, "-m", "inkcap", "demo-checkpoint", model], check=True, stdout=sys.stderr)
+            model = make_demo(stack.enter_context(tempfile.TemporaryDirectory()))
         program = [str(Path(__file__).with_name("no_model.py"))] if args.no_model else ["-m", "inkcap", "serve"]
         url, server = stack.enter_context(serving(program, model, flags))
         load = Load(

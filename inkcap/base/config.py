@@ -121,7 +121,7 @@ class ServerConfig:
     prime_model_role: bool = option(False, "end prompts with the model's role token, as vLLM does")
     tool_declare_position: str = option("first", "place of tool declarations: first or after-system", check="position")
     max_logprobs: int = option(20, "alternatives per token a request may ask for", check="not negative")
-    body_bytes: int = option(64 << 20, "largest request body", flag="--max-body", check="positive", unit="bytes")
+    body_bytes: int = option(16 << 20, "largest request body", flag="--max-body", check="positive", unit="bytes")
     drain_seconds: float = option(30.0, "time that running requests get on SIGTERM", check="not negative")
     stored_responses: int = option(1000, "responses of /v1/responses kept for later requests", check="not negative")
     generation_config: str = option(
