@@ -1,6 +1,7 @@
 """Commands written for `vllm serve`: what they set here, what is said, and what is refused by name."""
 
 import argparse
+import re
 
 import pytest
 
@@ -101,6 +102,70 @@ def test_flags_that_mean_a_field(words, field, value):
 def test_what_is_not_built_is_refused_by_name(words, said):
     with pytest.raises(ConfigInvalid, match=said):
         parse(*words.split())
+
+
+# Every flag that a published command for these models has, with a value that such a command gives it: the field that it
+# sets, a part of what is said about it, or a part of the refusal.
+LISTED = [
+    ("--tokenizer-mode inkling", None, None),
+    ("--reasoning-parser inkling", None, "always on"),
+    ("--tool-call-parser inkling", None, "always on"),
+    ("--enable-auto-tool-choice", None, "tools are always on"),
+    ('--speculative-config {"method":"mtp","num_speculative_tokens":4}', None, "--speculative-config is refused"),
+    ("--served-model-name one two", ("model.served_names", ("one", "two")), None),
+    ("--api-key k", ("server.api_key", "k"), None),
+    ("--max-model-len 256K", ("model.max_length", 262144), None),
+    ('--limit-mm-per-prompt {"image":8}', None, "'image', which is not built yet"),
+    ('--mm-processor-kwargs {"max_image_tokens":1024}', None, "--mm-processor-kwargs is refused"),
+    ("--allowed-media-domains example.org", None, "--allowed-media-domains is refused"),
+    ("--allowed-local-media-path /data", None, "--allowed-local-media-path is refused"),
+    ("--max-logprobs 50", ("server.max_logprobs", 50), None),
+    ("--enable-prompt-tokens-details", None, "always so"),
+    ("--root-path /v", ("server.root_path", "/v"), None),
+    ("--uvicorn-log-level warning", ("server.web_log_level", "warning"), None),
+    ("--ssl-keyfile k.pem", ("server.ssl_keyfile", "k.pem"), None),
+    ("--ssl-certfile c.pem", ("server.ssl_certfile", "c.pem"), None),
+    ("--ssl-ca-certs a.pem", ("server.ssl_ca_certs", "a.pem"), None),
+    ("--ssl-cert-reqs 2", ("server.ssl_cert_reqs", 2), None),
+    ("--enable-ssl-refresh", None, "--enable-ssl-refresh is refused"),
+    ("--enable-request-id-headers", None, "always so"),
+    ("--disable-log-requests", None, "requests are not logged"),
+    ("--tensor-parallel-size 8", ("parallel.tp", 8), None),
+    ("--enable-prefix-caching", ("cache.prefix", True), None),
+    ("--no-enable-prefix-caching", ("cache.prefix", False), None),
+    ("--gpu-memory-utilization 0.95", ("cache.gpu_utilization", 0.95), None),
+    ("--max-num-seqs 128", ("sched.rows", 128), None),
+    ("--max-num-batched-tokens 16384", ("sched.step_tokens", 16384), None),
+    ("--kv-cache-dtype auto", None, None),
+    ("--kv-cache-dtype fp8", None, "--kv-cache-dtype 'fp8' is refused"),
+    ("--dtype bfloat16", ("model.dtype", "bfloat16"), None),
+    ("--enable-lora", None, "--enable-lora is refused"),
+    ("--trust-remote-code", None, "no code of a checkpoint is ever run"),
+    ("--host 0.0.0.0", ("server.host", "0.0.0.0"), None),
+    ("--port 8080", ("server.port", 8080), None),
+    ("--seed 3", ("model.seed", 3), None),
+    ("--generation-config vllm", ("server.generation_config", "vllm"), None),
+    ('--override-generation-config {"top_p":0.9}', ("server.generation_override", '{"top_p":0.9}'), None),
+    ("--pipeline-parallel-size 2", None, "'2' is refused"),
+    ("--data-parallel-size 2", None, "'2' is refused"),
+    ("--enable-expert-parallel", None, "--enable-expert-parallel is refused"),
+]
+
+
+REFUSALS = "refused", "not built"
+
+
+@pytest.mark.parametrize(("words", "sets", "said"), LISTED, ids=[words for words, _, _ in LISTED])
+def test_each_flag_of_published_commands(words, sets, said):
+    if said is not None and any(refusal in said for refusal in REFUSALS):
+        with pytest.raises(ConfigInvalid, match=re.escape(said)):
+            parse(*words.split())
+        return
+    config, notes = parse(*words.split())
+    if sets is not None:
+        section, name = sets[0].split(".")
+        assert getattr(getattr(config, section), name) == sets[1]
+    assert [said in note for note in notes] == ([] if said is None else [True])
 
 
 def test_every_flag_of_the_table_answers():

@@ -84,6 +84,82 @@ def test_openai_parses_a_structured_answer(site, engine, tokenizer):
         assert client.responses.parse(model="demo", input="x", text_format=City).output_parsed == City(city="SF")
 
 
+@pytest.fixture
+def city(engine, tokenizer):
+    """Make the engine answer as the schema of City asks; `held` says whether the last request was held to it."""
+    engine.answer = lambda _: [MODEL, TEXT, *tokenizer.encode_text('{"city":"SF"}'), END_MESSAGE, END_TURN]
+
+    def held():
+        rules = engine.requests[-1].rules
+        return rules is not None and rules.strict and '"city"' in rules.text
+
+    return held
+
+
+def test_openai_streams_calls_and_structured_answers(site, agent, engine, tokenizer):
+    with openai.OpenAI(base_url=site.url + "/v1", api_key="none", max_retries=0) as client:
+        for choice in ("auto", "required"):
+            with client.chat.completions.stream(model="demo", messages=ASK, tools=[TOOL], tool_choice=choice) as stream:
+                kinds = [event.type for event in stream]
+                (call,) = stream.get_final_completion().choices[0].message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "SF"})
+            assert "tool_calls.function.arguments.delta" in kinds
+        engine.answer = lambda _: [MODEL, TEXT, *tokenizer.encode_text('{"city":"SF"}'), END_MESSAGE, END_TURN]
+        with client.chat.completions.stream(model="demo", messages=ASK, response_format=City) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == City(city="SF")
+        with client.responses.stream(model="demo", input="x", text_format=City) as stream:
+            assert stream.get_final_response().output_parsed == City(city="SF")
+
+
+def test_anthropic_streams_a_call_and_parses_a_structured_answer(site, agent, engine, tokenizer):
+    tools = [{"name": "get_weather", "description": "Weather", "input_schema": PARAMETERS}]
+    with anthropic.Anthropic(base_url=site.url, api_key="none", max_retries=0) as client:
+        asked = {"model": "demo", "max_tokens": 100, "messages": ASK}
+        with client.messages.stream(**asked, tools=tools, tool_choice={"type": "any"}) as stream:
+            assert "input_json" in [event.type for event in stream]
+            assert stream.get_final_message().content[-1].input == {"city": "SF"}
+        engine.answer = lambda _: [MODEL, TEXT, *tokenizer.encode_text('{"city":"SF"}'), END_MESSAGE, END_TURN]
+        assert client.messages.parse(**asked, output_format=City).parsed_output == City(city="SF")
+        assert '"city"' in engine.requests[-1].rules.text
+
+
+def test_litellm_streams_calls(site, agent):
+    for target in (
+        {"model": "hosted_vllm/demo", "api_base": site.url + "/v1"},
+        {"model": "anthropic/demo", "api_base": site.url},
+    ):
+        chunks = litellm.completion(
+            **target, api_key="none", num_retries=0, messages=ASK, tools=[TOOL], max_tokens=100, stream=True
+        )
+        message = litellm.stream_chunk_builder(list(chunks)).choices[0].message
+        assert json.loads(message.tool_calls[0].function.arguments) == {"city": "SF"}
+
+
+def test_litellm_asks_for_a_schema(site, city):
+    reply = litellm.completion(
+        model="hosted_vllm/demo", api_base=site.url + "/v1", api_key="none", messages=ASK, response_format=City
+    )
+    assert json.loads(reply.choices[0].message.content) == {"city": "SF"}
+    assert city()
+
+
+def test_langchain_streams_calls(site, agent):
+    model = ChatOpenAI(model="demo", base_url=site.url + "/v1", api_key="none", max_retries=0)
+    whole = None
+    for chunk in model.bind_tools([TOOL], tool_choice="required").stream(ASK):
+        whole = chunk if whole is None else whole + chunk
+    assert [(call["name"], call["args"]) for call in whole.tool_calls] == [("get_weather", {"city": "SF"})]
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_asks_for_a_schema(site, city, responses):
+    model = ChatOpenAI(
+        model="demo", base_url=site.url + "/v1", api_key="none", max_retries=0, use_responses_api=responses
+    )
+    assert model.with_structured_output(City, method="json_schema").invoke("x") == City(city="SF")
+    assert city()
+
+
 def test_openai_asynchronously(site, agent):
     async def ask():
         client = openai.AsyncOpenAI(base_url=site.url + "/v1", api_key="none", max_retries=0)
