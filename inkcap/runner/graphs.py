@@ -67,12 +67,13 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
         self.free_bytes = torch.cuda.mem_get_info(device)[0]
 
-    def capture(self, work: Callable[[], None]) -> Replays:
-        """Run `work` once, for what is compiled or allocated the first time, then capture it."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            work()
-        torch.cuda.current_stream().wait_stream(self.stream)
+    def capture(self, work: Callable[[], None], *, ran: bool = False) -> Replays:
+        """Capture `work`. It is run once before, for what is compiled or allocated then, unless all of it `ran`."""
+        if not ran:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                work()
+            torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             work()
@@ -127,11 +128,11 @@ class Graphs:
         with torch.inference_mode():
             # the largest first, so that the others find their memory in the pool
             for size in reversed(self.sizes):
-                for bound in reversed(self.bounds):
-                    self.forwards[size, bound] = recorder.capture(partial(self._show, size, bound))
-                    self.wholes[size, bound] = recorder.capture(partial(self._whole, size, bound))
                 for limited in (False, True):
                     self.draws[size, limited] = recorder.capture(partial(self._draw, size, limited))
+                for bound in reversed(self.bounds):
+                    self.forwards[size, bound] = recorder.capture(partial(self._show, size, bound))
+                    self.wholes[size, bound] = recorder.capture(partial(self._whole, size, bound), ran=True)
         logger.info(
             "%d graphs of decode steps, up to %d rows: %.1f s, %.0f MiB",
             *(2 * len(self.forwards) + len(self.draws), self.sizes[-1], time.perf_counter() - began),

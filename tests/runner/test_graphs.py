@@ -38,7 +38,7 @@ class Reruns:
 
     taken_bytes = 0
 
-    def capture(self, work):
+    def capture(self, work, ran=False):
         work()
         return Rerun(work)
 
