@@ -1,7 +1,12 @@
 """Decoding on a CPU by one table lookup a byte: the scale byte and the code byte together are a 16-bit index.
 
-A table holds the products already rounded to the wanted dtype, so the bits are those of the reference.
+A table holds the products already rounded to the wanted dtype, so the bits are those of the reference. As many threads
+as torch has work on different rows.
 """
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +16,7 @@ from inkcap.ops.quantize import ref
 
 PASS_BYTES = 1 << 15  # codes of one pass: their indices, the table and the output stay in the second-level cache
 TABLE_ENTRIES = 1 << 16
+T = TypeVar("T")
 WHOLE = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # an integer of so many bytes
 
 
@@ -27,8 +33,12 @@ def nvfp4_decode(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dty
     per_factor = zip(
         factor.flatten().float(), scales.reshape(parts), codes.reshape(parts), out.view(parts), strict=True
     )
-    for value, part_scales, part_codes, part_out in per_factor:
+
+    def decode(part: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        value, part_scales, part_codes, part_out = part
         gather((exact * value).to(dtype), part_scales.view(torch.uint8), part_codes, part_out)
+
+    on_threads(decode, per_factor)
     return out
 
 
@@ -41,17 +51,29 @@ def mxfp8_decode(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float
     table = (ref.e8m0(every)[:, None] * every.view(torch.float8_e4m3fn).float()).to(dtype)  # [scale, code]
     out = torch.empty(codes.shape, dtype=dtype)
     rows = codes.view(torch.uint8).reshape(-1, codes.shape[-1])
-    gather(table[..., None], scales.reshape(len(rows), -1), rows, out.view(len(rows), -1))
+    slabs = max(1, min(len(rows), codes.numel() // TABLE_ENTRIES))
+    parts = [whole.chunk(slabs) for whole in (scales.reshape(len(rows), -1), rows, out.view(len(rows), -1))]
+    on_threads(lambda part: gather(table[..., None], *part), zip(*parts, strict=True))
     return out
+
+
+def on_threads(work: Callable[[T], None], parts: Iterable[T]) -> None:
+    """Do all parts. numpy lets other threads run while it copies."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(work, parts):
+            pass
 
 
 def gather(table: Tensor, scales: Tensor, codes: Tensor, out: Tensor) -> None:
     """out [rows, columns] from table [scale, code, values of a byte], scales and codes uint8 [rows, bytes]."""
     values = table.contiguous().view(torch.uint8).numpy().view(WHOLE[table.shape[-1] * table.element_size()]).ravel()
     target = out.view(torch.uint8).numpy().view(values.dtype)
-    rows, width = codes.shape
+    (rows, width), blocks = codes.shape, scales.shape[1]
     step = max(1, PASS_BYTES // width)
+    indices = np.empty((step, blocks, width // blocks), np.intp)  # what numpy would convert others to
     for start in range(0, rows, step):
-        high = scales[start : start + step].numpy().astype(np.uint16)[..., None] << 8
-        low = codes[start : start + step].numpy().reshape(*high.shape[:2], -1)
-        np.take(values, (high | low).reshape(-1, width), out=target[start : start + step], mode="clip")
+        low = codes[start : start + step].numpy().reshape(-1, *indices.shape[1:])
+        index = indices[: len(low)]
+        np.copyto(index, low)
+        index |= (scales[start : start + step].numpy().astype(np.intp) << 8)[..., None]
+        np.take(values, index.reshape(-1, width), out=target[start : start + step], mode="clip")
