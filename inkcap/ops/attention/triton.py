@@ -1,5 +1,7 @@
 """Attention on a GPU: few queries split over keys, many in tiles; a step may have both."""
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -11,6 +13,7 @@ from inkcap.ops.attention.prefill import shift_kernel, tile_kernel
 from inkcap.ops.attention.ref import attention
 from inkcap.ops.values import GroupView, Packing, Scores
 
+ROOMY = 200 << 10  # bytes of shared memory of a processor
 NOBODY = 1 << 30  # more tokens than a sequence has
 
 
@@ -67,7 +70,7 @@ def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: 
         *plane.stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, keys, width,
-        plan.far > 0, early, *splits.stages(plan, early, q.element_size()), on,
+        plan.far > 0, early, *splits.stages(plan, early, q.element_size(), roomy(q.device)), on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     channels = splits.channels(plan.total, padded(size))
@@ -123,6 +126,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, r: Tensor, scores: Scores, view: Grou
     assert r.stride()[1:] == (r.shape[2], 1), f"relative states have strides {r.stride()}"
     assert scores.bias.is_contiguous(), f"the bias has strides {scores.bias.stride()}; the kernel needs whole rows"
     assert gate is None or gate.stride(1) == 1, f"the gate has stride {gate.stride(1)} between channels"
+
+
+@functools.cache
+def roomy(device: torch.device) -> bool:
+    """Whether programs may hold three tiles of keys and values, two programs a processor."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor > ROOMY
 
 
 def padded(size: int) -> int:
