@@ -2,7 +2,7 @@
 
 import torch
 
-from inkcap.layers.blockstream import BlockMix, BlockStream, RunningSum
+from inkcap.layers.blockstream import BlockMix, BlockStream, RunningSum, build_norms
 
 CPU = torch.device("cpu")
 
@@ -13,9 +13,9 @@ class Adds:
     def __init__(self):
         self.calls = []
 
-    def settle(self, rows, residual, conv, batch):
+    def settle(self, rows, residual, conv, batch, *, dtype):
         self.calls.append((None if residual is None else residual.dtype, conv, batch))
-        return (rows if residual is None else residual + rows), None
+        return (rows if residual is None else residual.float() + rows).to(dtype), None
 
 
 class Sees:
@@ -81,19 +81,37 @@ def test_resume_forgets_sums_but_settles_what_was_left_undone():
     assert len(place.blocks) == 1
 
 
+NAMES = ("q_norm", "k_norm", "v_norm")
+
+
+def norms(*names):
+    made = build_norms(names, 8, 1e-6, torch.bfloat16, CPU)
+    made.weight.copy_(torch.arange(1, 1 + len(names))[:, None].expand(-1, 8))
+    return made
+
+
 def test_mixtures_have_one_result_a_query_and_published_shapes():
-    one, three = BlockMix(8, 1, 1e-6, CPU), BlockMix(8, 3, 1e-6, CPU)
-    assert one.slots()["query"].whole == (8,)
-    assert three.slots()["query"].whole == (3, 8)
-    three.slots()["query"].fill(torch.randn(3, 8))
+    one = BlockMix("attn_mix", 1, NAMES[:1], norms("q_norm"), 1e-6)
+    three = BlockMix("attn_mix", 3, NAMES, norms(*NAMES), 1e-6)
+    assert {name: slot.whole for name, slot in one.slots().items()} == {
+        "attn_mix.query": (8,),
+        "q_norm.weight": (8,),
+    }
+    assert three.slots()["attn_mix.query"].whole == (3, 8)
+    assert list(three.slots()) == ["attn_mix.query", *(f"{name}.weight" for name in NAMES)]
+    three.slots()["attn_mix.query"].fill(torch.randn(3, 8))
     sources = [torch.randn(4, 8), torch.randn(4, 8)]
     results = three(sources)
     assert len(results) == 3
     for n, result in enumerate(results):
-        one.slots()["query"].fill(three.queries[n])
-        torch.testing.assert_close(one(sources)[0], result)
+        one.slots()["attn_mix.query"].fill(three.queries[n])
+        one.slots()["q_norm.weight"].fill(torch.full((8,), n + 1.0))
+        assert result.tensor().dtype == torch.bfloat16
+        torch.testing.assert_close(one(sources)[0].tensor(), result.tensor())
 
 
-def test_a_layer_without_mixture_reads_the_sum():
-    assert all(torch.equal(x, ones(2)) for x in RunningSum(3)([ones(1), ones(2)]))
-    assert RunningSum(1).slots() == {}
+def test_a_layer_without_mixture_reads_the_sum_under_its_norms():
+    reads = RunningSum(NAMES, norms(*NAMES))
+    inputs = reads([ones(1, torch.bfloat16), torch.full((2, 8), 2.0).bfloat16()])
+    assert [x.tensor()[0, 0].item() for x in inputs] == [1, 2, 3]
+    assert list(reads.slots()) == [f"{name}.weight" for name in NAMES]
