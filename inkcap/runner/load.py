@@ -1,6 +1,7 @@
 """From a configuration to a rank that is ready: device, threads, checkpoint, model, memory."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -65,9 +66,11 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
     directory = find_checkpoint(config.model.path, revision=config.model.revision, download=config.model.download)
     dtype = dtype_for(config, device)
     numerics = Numerics(config.model.numerics)
-    model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress, numerics=numerics)
+    with ThreadPoolExecutor(1) as beside:
+        compiler = beside.submit(compiler_for, directory)  # takes two seconds of one core
+        model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress, numerics=numerics)
     rules = token_rules(model.vocab_size, read_eos_ids(directory))
-    return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler_for(directory))
+    return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler.result())
 
 
 def compiler_for(directory: Path) -> Compiler | None:
