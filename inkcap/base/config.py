@@ -120,6 +120,9 @@ class ServerConfig:
     default_effort: float = option(0.9, "thinking effort stated in a prompt that names none", check="effort")
     prime_model_role: bool = option(False, "end prompts with the model's role token, as vLLM does")
     tool_declare_position: str = option("first", "place of tool declarations: first or after-system", check="position")
+    replay_hidden_reasoning: bool = option(
+        False, "give the model its earlier thinking back where a client left it out of the conversation"
+    )
     max_logprobs: int = option(20, "alternatives per token a request may ask for", check="not negative")
     body_bytes: int = option(16 << 20, "largest request body", flag="--max-body", check="positive", unit="bytes")
     drain_seconds: float = option(30.0, "time that running requests get on SIGTERM", check="not negative")
@@ -129,7 +132,7 @@ class ServerConfig:
     )
     generation_override: str = option("", "sampling defaults, as JSON", flag="--override-generation-config")
     tokenizer_info: bool = option(False, "answer /tokenizer_info", flag="--enable-tokenizer-info-endpoint")
-    docs: bool = option(True, "answer /docs, /redoc and /openapi.json")
+    docs: bool = option(True, "answer /docs and /openapi.json")
     header_bytes: int = option(65536, "largest request line and headers", check="positive", unit="bytes")
     header_count: int = option(100, "most headers of a request", check="positive")
     json_depth: int = option(128, "deepest nesting of a body's JSON", check="positive")

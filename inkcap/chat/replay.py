@@ -41,11 +41,13 @@ def canonical(reasoning: str, content: str, calls: Iterable[tuple[str, object]])
 class Replays:
     """Answers by what came before them and what they say. Bounded; the least recently used go first.
 
-    An answer is kept twice, with and without its thinking: clients mostly leave that out.
+    An answer is kept twice, for clients that give its thinking back and for those, the most, that leave it out.
     """
 
-    def __init__(self, most_tokens: int = KEPT_TOKENS) -> None:
+    def __init__(self, most_tokens: int = KEPT_TOKENS, hidden: bool = False) -> None:
+        """`hidden`: thinking that a client left out comes back all the same."""
         self._most = most_tokens
+        self._hidden = hidden
         self._kept: OrderedDict[Key, array[int]] = OrderedDict()
         self._tokens = 0
 
@@ -72,7 +74,7 @@ class Replays:
         whole = closed(ids)
         self._keep((before, canonical(reasoning, content, said)), whole)
         if reasoning:
-            self._keep((before, canonical("", content, said)), without_thinking(whole))
+            self._keep((before, canonical("", content, said)), whole if self._hidden else without_thinking(whole))
 
     def find(self, before: bytes, answer: bytes) -> list[int] | None:
         """The tokens of an answer, its end of turn included."""

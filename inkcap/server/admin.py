@@ -154,8 +154,7 @@ NOT_BUILT = (
     "/update_weights", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/batches",
     "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/embeddings", "/v1/files",
     "/v1/images/generations", "/v1/load_lora_adapter", "/v1/messages/batches", "/v1/moderations", "/v1/realtime",
-    "/v1/rerank", "/v1/responses/compact", "/v1/responses/input_tokens", "/v1/responses/{response_id}/input_items",
-    "/v1/score", "/v1/unload_lora_adapter", "/wake_up",
+    "/v1/rerank", "/v1/responses/compact", "/v1/score", "/v1/unload_lora_adapter", "/wake_up",
 )  # fmt: skip
 for path in NOT_BUILT:
     router.add_api_route(path, not_built, methods=["GET", "POST"], include_in_schema=False)

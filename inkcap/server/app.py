@@ -66,7 +66,9 @@ def create_app(
         version=VERSION,
         description="OpenAI-compatible API for Inkling models.",
         lifespan=lifespan,
-        openapi_url="/openapi.json" if settings.docs else None,  # without it there are no pages either
+        openapi_url="/openapi.json" if settings.docs else None,
+        docs_url=None,  # `page` has one that asks nobody else
+        redoc_url=None,
         middleware=stack,
     )
     app.state.service = service

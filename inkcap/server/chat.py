@@ -201,6 +201,8 @@ class Answering:
 class ChatStream:
     """An answer as chunks of the chat API."""
 
+    idle = b""
+
     def __init__(self, answering: Answering) -> None:
         self.answering = answering
         self.run = answering.run

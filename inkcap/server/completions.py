@@ -73,6 +73,8 @@ class Echoed:
 class Completing:
     """One request on its way from tokens to chunks or to a reply. Choice `index` continues prompt `index // n`."""
 
+    idle = b""
+
     def __init__(
         self, service: Service, body: CompletionBody, run: Run, params: SamplingParams, identity: str, model: str
     ) -> None:

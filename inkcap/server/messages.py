@@ -96,8 +96,13 @@ class Reply(Struct):
     role: str = "assistant"
 
 
+PING = named_event("ping", {"type": "ping"})
+
+
 class Speaking:
     """One answer as blocks: whole, or as events."""
+
+    idle = PING
 
     def __init__(self, answering: Answering) -> None:
         self.answering = answering
@@ -129,7 +134,7 @@ class Speaking:
         return Response(encode(self.reply()), media_type="application/json")
 
     def opening(self) -> bytes:
-        return named_event("message_start", {"type": "message_start", "message": self.reply()})
+        return named_event("message_start", {"type": "message_start", "message": self.reply()}) + PING
 
     def tell(self, arrived: Arrived) -> bytes:
         return b"".join([event for _, delta in self.answering.read(arrived) for event in self.feed(delta)])

@@ -88,6 +88,14 @@ async def index(request: Request) -> Response:
     return serve(request, "index.html")
 
 
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    """The API, from /openapi.json. The framework's own page would load its script from elsewhere."""
+    if not service_of(request).config.server.docs:
+        raise HTTPException(404)
+    return serve(request, "docs.html")
+
+
 @router.get("/page/info")
 async def info(request: Request) -> Response:
     """What the page must know before the first question: names, limits, whether a key is asked for."""

@@ -3,9 +3,9 @@
 import asyncio
 import time
 import uuid
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,8 +18,9 @@ from inkcap.chat.tools import CallPiece, CallStart
 from inkcap.server.body import JsonRoute, body_size
 from inkcap.server.chat import Answering, begin
 from inkcap.server.conversation import Message, Transcript
-from inkcap.server.errors import ErrorBody, describe
+from inkcap.server.errors import ErrorBody, describe, shorten
 from inkcap.server.generation import Arrived
+from inkcap.server.prompt import chat_prompt
 from inkcap.server.replies import encode
 from inkcap.server.responses_body import ResponsesBody, input_messages
 from inkcap.server.service import service_of
@@ -34,12 +35,7 @@ async def create(request: Request, body: ResponsesBody) -> Response:
     service = service_of(request)
     service.note_unknown(body.unknown() + [f"text.{key}" for key in body.text or () if key != "format"])
     body.refuse_unbuilt()
-    earlier: list[Message] = []
-    if body.previous_response_id is not None:
-        previous = service.responses.get(body.previous_response_id, "previous_response_id")
-        if previous.running:
-            raise BadRequest("previous_response_id names a response that still runs", "previous_response_id")
-        earlier = previous.conversation()
+    earlier = service.responses.earlier(body.previous_response_id)
     size = body_size(request)
     name = request.state.request_id
     if f"resp_{name}" in service.responses.entries:  # a caller's id, used again
@@ -67,6 +63,40 @@ async def retrieve(request: Request, response_id: str, stream: bool = False) -> 
     if stream:
         raise NotBuiltYet("a kept response cannot be streamed yet; ask without stream", "stream")
     return json_reply(service_of(request).responses.get(response_id).reply())
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The items of a kept response's input, its own ones; `after` is the id of the last one seen."""
+    response = service_of(request).responses.get(response_id)
+    assert isinstance(response, Responding), "nothing else is kept"
+    items = response.input_items()
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise BadRequest(f"after is {shorten(after)}, which is no item of this response", "after")
+    start = ids.index(after) + 1 if after is not None else 0
+    page = items[start : start + limit]
+    edges = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return json_reply({"object": "list", "data": page, "has_more": len(items) > start + limit, **edges})
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(request: Request, body: ResponsesBody) -> Response:
+    """Tokens of the prompt that the same fields would make."""
+    service = service_of(request)
+    body.refuse_unbuilt()
+    chat = body.chat(service.responses.earlier(body.previous_response_id))
+    service.model(chat.model)
+    prompt = await chat_prompt(service, chat, body_size(request))
+    return json_reply({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -187,6 +217,8 @@ class Reply(Struct):
 class Responding:
     """One response on its way from tokens to items, and afterwards as it is kept."""
 
+    idle = b""
+
     def __init__(self, body: ResponsesBody, answering: Answering, earlier: list[Message], size_bytes: int) -> None:
         """`earlier`: messages of the responses that it follows. `size_bytes`: of the request's body."""
         self.body = body
@@ -235,6 +267,14 @@ class Responding:
             background=bool(body.background),
             user=body.user,
         )
+
+    def input_items(self) -> list[dict[str, Any]]:
+        """The request's input as items, each with an id."""
+        items = self.body.input
+        if isinstance(items, str):
+            items = [{"role": "user", "content": [{"type": "input_text", "text": items}]}]
+        name = self.identity.removeprefix("resp_")
+        return [{"type": "message", "id": f"item_{name}_{i}", **item} for i, item in enumerate(items)]
 
     def conversation(self) -> list[Message]:
         """All messages up to this response, its own included, without its instructions."""

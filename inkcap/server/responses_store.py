@@ -75,6 +75,15 @@ class ResponseStore:
                 param,
             ) from None
 
+    def earlier(self, identity: str | None) -> list[Message]:
+        """The messages of `previous_response_id`, and all before them. Raises NoSuchResponse, BadRequest."""
+        if identity is None:
+            return []
+        previous = self.get(identity, "previous_response_id")
+        if previous.running:
+            raise BadRequest("previous_response_id names a response that still runs", "previous_response_id")
+        return previous.conversation()
+
     def forget(self, identity: str) -> None:
         """End a response if it runs, and drop it. Raises NoSuchResponse."""
         self.get(identity).cancel()

@@ -49,7 +49,8 @@ class Service:
         self.metrics = Metrics(self.names[0])
         self.runs: set[Run] = set()  # requests that generate now
         self.grammars = Grammars()
-        self.replays = Replays()  # answers of chats, to be given back by token
+        # answers of chats, to be given back by token
+        self.replays = Replays(hidden=config.server.replay_hidden_reasoning)
         endpoint = config.server.trace_endpoint
         self.tracing = start_tracing(endpoint, self.names[0]) if endpoint is not None else None
         self.responses = ResponseStore(config.server.stored_responses, STORED_BYTES)

@@ -19,6 +19,7 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+IDLE_SECONDS = 10.0  # without an event, after which a stream that has a sign of life gives it
 Result = TypeVar("Result")
 
 
@@ -64,6 +65,7 @@ class Telling(Protocol):
     """A streamed answer: what its tokens become. All of it gives whole events, any number of them."""
 
     run: Run
+    idle: bytes  # told while nothing comes; empty: nothing is
 
     def opening(self) -> bytes:
         """Before the first token."""
@@ -96,24 +98,33 @@ class EventStream(Response):
     def __init__(self, telling: Telling) -> None:
         super().__init__(None, 200)
         self.telling = telling
+        self.silent = True  # since the last look
+        self.over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            await unless_gone(receive, self.write(scope["state"]["send"]))
+            write = scope["state"]["send"]  # past the layers that have seen the start and do nothing more
+            beating = asyncio.ensure_future(self.beat(write)) if self.telling.idle else None
+            try:
+                await unless_gone(receive, self.write(write))
+            finally:
+                if beating is not None:
+                    beating.cancel()
         except ClientLeft:
             logger.debug("client left: %s", scope["state"]["request_id"])
         finally:
             self.telling.close()
 
     async def write(self, send: Send) -> None:
-        """The body. `send` is the way past the layers that have seen the start and do nothing more."""
+        """The body."""
         telling, arrivals = self.telling, self.telling.run.arrivals()
         try:
             if data := telling.opening():
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             async for arrived in arrivals:
                 if data := telling.tell(arrived):
+                    self.silent = False
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             tail = telling.closing()
         except InkcapError as error:
@@ -123,4 +134,13 @@ class EventStream(Response):
             tail = telling.failure(describe(error))
         finally:
             await arrivals.aclose()
+        self.over = True
         await send({"type": "http.response.body", "body": tail, "more_body": False})
+
+    async def beat(self, send: Send) -> None:
+        """Signs of life while nothing else is told."""
+        while not self.over:
+            self.silent = True
+            await asyncio.sleep(IDLE_SECONDS)
+            if self.silent and not self.over:
+                await send({"type": "http.response.body", "body": self.telling.idle, "more_body": True})

@@ -59,6 +59,15 @@ def test_thinking_that_the_client_left_out_stays_out(tokenizer, turn):
     assert rendered(tokenizer, kept(turn), message())[: len(prompt + rest)] == prompt + rest
 
 
+def test_thinking_that_the_client_left_out_comes_back_where_the_server_was_told_so(tokenizer, turn):
+    prompt, thought, rest = turn
+    replays = Replays(hidden=True)
+    replays.add(prompt, thought + rest, "Think.", "Hello", [Call(0, "call_1", "f", ARGUMENTS)])
+    whole = prompt + thought + rest
+    assert rendered(tokenizer, replays, message())[: len(whole)] == whole
+    assert rendered(tokenizer, replays, message(reasoning="Think."))[: len(whole)] == whole
+
+
 @pytest.mark.parametrize(
     "other",
     [

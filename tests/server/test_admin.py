@@ -1,6 +1,7 @@
 """Models, health, metrics, version, tokenizing; and what holds for every path."""
 
 import json
+import re
 
 import httpx
 import pytest
@@ -56,7 +57,13 @@ def test_health_while_loading_serving_draining_and_dead(call, engine, app):
 def test_version_load_and_documentation(call):
     assert call("GET", "/version").json() == {"version": VERSION}
     assert call("GET", "/load").json() == {"server_load": 0}
-    assert call("GET", "/docs").status_code == 200
+    page = call("GET", "/docs")
+    assert page.status_code == 200
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "://" not in page.text
+    for name in re.findall(r'(?:href|src)="(page/[^"]+)"', page.text):
+        assert call("GET", f"/{name}").status_code == 200, name
+    assert call("GET", "/redoc").status_code == 404
     paths = call("GET", "/openapi.json").json()["paths"]
     assert {CHAT, "/v1/completions", "/v1/models", "/health", "/metrics", "/tokenize"} <= set(paths)
 

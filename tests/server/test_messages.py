@@ -3,9 +3,11 @@
 import json
 
 import anthropic
+import httpx
 import pytest
 
 from inkcap.chat.tokens import CALL_JSON, END_MESSAGE, END_TURN, MODEL, TEXT
+from inkcap.server import sse
 
 MESSAGES = "/v1/messages"
 ASK = {"model": "demo", "max_tokens": 100, "messages": [{"role": "user", "content": "Hello"}]}
@@ -68,13 +70,27 @@ def test_events_are_in_order_and_add_up(call, chat_answer):
     events = sent(call("POST", MESSAGES, json={**ASK, "stream": True}))
     assert all(name == payload["type"] for name, payload in events)
     names = [name for name, _ in events]
-    assert (names[0], names[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    assert (names[:2], names[-2:]) == (["message_start", "ping"], ["message_delta", "message_stop"])
     assert [n for n in names if n.startswith("content_block_st")] == ["content_block_start", "content_block_stop"] * 2
     deltas = [payload for name, payload in events if name == "content_block_delta"]
     assert "".join(d["delta"].get("thinking", "") for d in deltas if d["index"] == 0) == "think hard"
     assert "".join(d["delta"].get("text", "") for d in deltas if d["index"] == 1) == "the answer"
     assert events[-2][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
     assert events[-2][1]["usage"]["cache_read_input_tokens"] == 3
+
+
+def test_a_stream_that_is_silent_for_long_pings(site, engine, chat_answer, monkeypatch):
+    monkeypatch.setattr(sse, "IDLE_SECONDS", 0.02)
+    engine.pace_s = 0.2
+    chat_answer("", "a b")
+    with httpx.stream("POST", site.url + MESSAGES, json={**ASK, "stream": True}) as response:
+        names = [line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: ")]
+    assert names.count("ping") > 3
+    assert names[names.index("content_block_start") + 1] in ("content_block_delta", "ping")
+    assert names[-1] == "message_stop"
+    engine.pace_s = 0.0
+    with httpx.stream("POST", site.url + "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        assert "ping" not in response.read().decode()
 
 
 def test_why_it_ended(call, text_answer, chat_answer):
@@ -219,9 +235,9 @@ def test_a_call_whose_arguments_come_in_pieces(call, engine, tokenizer):
     pieces = [p["delta"]["partial_json"] for n, p in events if n == "content_block_delta"]
     assert len(pieces) > 1
     assert "".join(pieces) == '{"x":"a long enough text"}'
-    assert events[1][1]["content_block"] == {
+    assert events[2][1]["content_block"] == {
         "type": "tool_use",
-        "id": events[1][1]["content_block"]["id"],
+        "id": events[2][1]["content_block"]["id"],
         "name": "look",
         "input": {},
     }

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import subprocess
 
 import httpx
 import pytest
@@ -102,14 +104,16 @@ def said(engine, tokenizer, index=-1):
 
 
 def test_files_ask_nobody_else_and_hold_no_inline_script(site):
-    page = httpx.get(site.url + "/")
-    assert page.status_code == 200
-    policy = page.headers["content-security-policy"]
-    assert "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'" in policy
-    assert "unsafe" not in policy
-    assert page.headers["x-content-type-options"] == "nosniff"
-    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bon\w+=|\bstyle=", page.text)
-    named = set(re.findall(r'(?:src|href)="page/([^"]+)"', page.text))
+    named = set()
+    for path in ("/", "/docs"):
+        page = httpx.get(site.url + path)
+        assert page.status_code == 200
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert page.headers["x-content-type-options"] == "nosniff"
+        assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bon\w+=|\bstyle=", page.text)
+        named |= set(re.findall(r'(?:src|href)="page/([^"]+)"', page.text))
     for name, file in FILES.items():
         text = file.content.decode()
         assert not re.search(r"https?://(?!www\.w3\.org)|@import|innerHTML|\beval\b", text), name
@@ -118,7 +122,7 @@ def test_files_ask_nobody_else_and_hold_no_inline_script(site):
         assert (got.content, got.headers["content-security-policy"]) == (file.content, policy)
         again = httpx.get(f"{site.url}/page/{name}", headers={"If-None-Match": got.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-    assert named | {"index.html"} == set(FILES)
+    assert named | {"index.html", "docs.html"} == set(FILES)
     assert sum(len(file.content) for file in FILES.values()) < 64 << 10
     for name in ("nothing.js", "..%2Fapp.py", "%2e%2e%2fapp.py"):
         assert httpx.get(f"{site.url}/page/{name}").status_code == 404
@@ -516,3 +520,20 @@ def test_html_is_refused_by_the_browser_itself(opened):
         "() => { try { document.body.innerHTML += '<p>x</p>'; return ''; } catch (e) { return e.name; } }"
     )
     assert refused == "TypeError"
+
+
+@pytest.mark.browser
+def test_the_page_of_the_api_lists_every_operation_with_a_command_that_works(opened, site, chat_answer):
+    chat_answer("", "ok")
+    page = opened()
+    page.goto(site.url + "/docs")
+    expect(page.locator("main:not([aria-busy])")).to_be_visible()
+    paths = httpx.get(site.url + "/openapi.json").json()["paths"]
+    assert page.locator("details").count() == sum(len(methods) for methods in paths.values())
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/tokenize"):
+        part = page.locator("details", has=page.get_by_text(f"POST {path}", exact=True))
+        part.locator("summary").click()
+        expect(part.get_by_text("model", exact=True).first).to_be_visible()
+        words = shlex.split(part.locator("pre").inner_text())
+        done = subprocess.run([*words, "-sS"], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+        assert json.loads(done.stdout).get("error") is None, (path, done.stdout)

@@ -198,6 +198,41 @@ def test_rules_of_an_answer_are_the_chat_api_s(call, engine, chat_answer):
         assert mine.token_ids == other.token_ids
 
 
+def test_the_input_of_a_kept_response_can_be_listed(call, chat_answer):
+    chat_answer("", "ok")
+    items = [{"role": "user", "content": f"number {i}"} for i in range(5)]
+    made = call("POST", RESPONSES, json={**ASK, "input": items}).json()
+    path = f"{RESPONSES}/{made['id']}/input_items"
+    first = call("GET", path, params={"limit": 2, "order": "asc"}).json()
+    assert [item["content"] for item in first["data"]] == ["number 0", "number 1"]
+    assert first["object"] == "list"
+    assert first["has_more"]
+    assert (first["first_id"], first["last_id"]) == tuple(item["id"] for item in first["data"])
+    rest = call("GET", path, params={"order": "asc", "after": first["last_id"]}).json()
+    assert [item["content"] for item in rest["data"]] == ["number 2", "number 3", "number 4"]
+    assert not rest["has_more"]
+    assert [item["content"] for item in call("GET", path).json()["data"]] == [f"number {i}" for i in (4, 3, 2, 1, 0)]
+    assert "nobody" in call("GET", path, params={"after": "nobody"}).json()["error"]["message"]
+    assert call("GET", path, params={"limit": 0}).status_code == 400
+    assert call("GET", f"{RESPONSES}/resp_x/input_items").status_code == 404
+    plain = call("POST", RESPONSES, json=ASK).json()
+    (item,) = call("GET", f"{RESPONSES}/{plain['id']}/input_items").json()["data"]
+    assert (item["type"], item["content"]) == ("message", [{"type": "input_text", "text": "Hello"}])
+
+
+def test_tokens_of_an_input_are_counted_as_they_are_used(call, engine, chat_answer):
+    chat_answer("", "ok")
+    body = {**ASK, "instructions": "Be brief.", "tools": [TOOL]}
+    counted = call("POST", f"{RESPONSES}/input_tokens", json=body).json()
+    assert engine.requests == []
+    made = call("POST", RESPONSES, json=body).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
+    following = {**body, "previous_response_id": made["id"], "input": "And?"}
+    more = call("POST", f"{RESPONSES}/input_tokens", json=following).json()["input_tokens"]
+    assert more == call("POST", RESPONSES, json=following).json()["usage"]["input_tokens"] > counted["input_tokens"]
+    assert call("POST", f"{RESPONSES}/input_tokens", json={**body, "previous_response_id": "x"}).status_code == 404
+
+
 def test_what_is_not_stored_is_not_kept(call, chat_answer):
     chat_answer("", "x")
     reply = call("POST", RESPONSES, json={**ASK, "store": False}).json()
