@@ -1,14 +1,16 @@
 """From a configuration to a rank that is ready: device, threads, checkpoint, model, memory."""
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from inkcap.base.checkpoint import find_checkpoint, read_eos_ids
 from inkcap.base.config import EngineConfig
-from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid
+from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable, ConfigInvalid, NotEnoughMemory
 from inkcap.base.formats import Numerics
 from inkcap.base.log import logger
 from inkcap.base.matching import Compiler
@@ -68,9 +70,24 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
     numerics = Numerics(config.model.numerics)
     with ThreadPoolExecutor(1) as beside:
         compiler = beside.submit(compiler_for, directory)  # takes two seconds of one core
-        model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress, numerics=numerics)
+        with told_what_fits(directory, comm, device):
+            model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress, numerics=numerics)
     rules = token_rules(model.vocab_size, read_eos_ids(directory))
     return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler.result())
+
+
+@contextmanager
+def told_what_fits(directory: Path, comm: Comm, device: torch.device) -> Iterator[None]:
+    """A GPU that cannot hold this rank's weights, all of which are allocated first, becomes NotEnoughMemory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise NotEnoughMemory(
+            f"the weights of rank {comm.rank} of {comm.size} do not fit {device}, which has {total / 2**30:.1f} GiB, "
+            f"{free / 2**30:.1f} of them free once loading failed. `inkcap inspect {directory}` says what each number "
+            f"of ranks (parallel.tp) needs and which GPUs hold it; a checkpoint with quantised experts needs less."
+        ) from error
 
 
 def compiler_for(directory: Path) -> Compiler | None:

@@ -1,12 +1,14 @@
 """What a rank takes for free memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig
 from inkcap.base.errors import ConfigInvalid, NotEnoughMemory
 from inkcap.parallel.comm import Comm
-from inkcap.runner.load import check_generation
+from inkcap.runner.load import check_generation, told_what_fits
 from inkcap.runner.memory import CPU_SHARE, GPU_RESERVE, available_memory, budget, gpu_rest
 
 
@@ -50,6 +52,15 @@ def test_a_gpus_rest_is_what_weights_and_the_largest_step_leave():
 def test_a_gpu_without_room_names_what_fills_it_and_what_helps():
     with pytest.raises(NotEnoughMemory, match=r"30\.0 GiB are taken.* 9\.5 GiB by the largest step.*gpu_utilization"):
         gpu_rest(allowed=40 << 30, total=100 << 30, free=70 << 30, step_bytes=int(9.5 * 2**30))
+
+
+def test_weights_that_do_not_fit_a_gpu_name_it_and_what_helps(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 80 << 30))
+    with (
+        pytest.raises(NotEnoughMemory, match=r"rank 0 of 1 .* cuda:3, which has 80\.0 GiB.*inspect models/m`.*tp"),
+        told_what_fits(Path("models/m"), Comm.alone(), torch.device("cuda", 3)),
+    ):
+        raise torch.OutOfMemoryError("no room")
 
 
 def test_gpus_before_ampere_are_refused():
