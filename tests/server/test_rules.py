@@ -165,6 +165,84 @@ def test_a_call_that_is_cut_off_keeps_what_was_told(call, engine, tokenizer):
     assert choices[-1]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("length", [7, 12])
+@pytest.mark.parametrize("body", [{}, {"tool_choice": "required"}], ids=["auto", "required"])
+def test_a_call_cut_off_loses_nothing(call, engine, tokenizer, body, length):
+    """Pieces that were sent cannot be taken back; without a stream what was sampled is told as text."""
+    payload = '{"name":"f","args":{"city":"San Francisco"}}'
+    engine.answer = lambda _: answer(tokenizer, ("f", '{"city":"San Francisco"}'))
+    asked = {"tools": TOOLS, "max_tokens": length, **body}
+    (choice,) = call("POST", CHAT, json={**ASK, **asked}).json()["choices"]
+    assert payload.startswith(choice["message"]["content"])
+    assert len(choice["message"]["content"]) > length
+    assert not choice["message"].get("tool_calls")
+    choices = streamed(call, **asked)
+    pieces = [one["function"]["arguments"] for c in choices for one in c["delta"].get("tool_calls", ())]
+    said = "".join(c["delta"].get("content") or "" for c in choices)
+    assert choice["message"]["content"] == said or payload.partition('"args":')[2].startswith("".join(pieces))
+    assert choice["finish_reason"] == choices[-1]["finish_reason"] == "length"
+
+
+# As of a model that no grammar holds.
+MALFORMED = {
+    "no JSON": "{city: SF}",
+    "no name": '{"args":{"city":"SF"}}',
+    "no args": '{"name":"f","city":"SF"}',
+    "no object": '{"name": "f", "args": [1]}',
+    "trailing": '{"name": "f", "args": {}} and more',
+}
+
+
+@pytest.mark.parametrize("payload", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_call_is_told_as_text(call, engine, tokenizer, payload):
+    head = [MODEL, TEXT, *tokenizer.encode_text("I call. "), END_MESSAGE, MODEL, *tokenizer.encode_text("f"), CALL_JSON]
+    engine.answer = lambda _: [*head, *tokenizer.encode_text(payload), END_MESSAGE, END_TURN]
+    (choice,) = call("POST", CHAT, json={**ASK, "tools": TOOLS}).json()["choices"]
+    assert choice["message"]["content"] == "I call. " + payload
+    assert not choice["message"].get("tool_calls")
+    assert choice["finish_reason"] == "stop"
+    choices = streamed(call, tools=TOOLS)
+    assert "".join(c["delta"].get("content") or "" for c in choices) == "I call. " + payload
+    assert not any(c["delta"].get("tool_calls") for c in choices)
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+SALVAGED = {
+    "entities": "{&quot;name&quot;:&quot;f&quot;,&quot;args&quot;:{&quot;city&quot;:&quot;SF&quot;}}",
+    "arguments": '{"name":"f","arguments":{"city":"SF"}}',
+    "more keys": '{"id":7,"name":"f","args":{"city":"SF"}}',
+    "a string": '{"name":"f","args":"{\\"city\\":\\"SF\\"}"}',
+}
+
+
+@pytest.mark.parametrize("payload", SALVAGED.values(), ids=SALVAGED)
+def test_a_call_that_can_be_salvaged_is_one(call, engine, tokenizer, payload):
+    head = [MODEL, *tokenizer.encode_text("f"), CALL_JSON]
+    engine.answer = lambda _: [*head, *tokenizer.encode_text(payload), END_MESSAGE, END_TURN]
+    (choice,) = call("POST", CHAT, json={**ASK, "tools": TOOLS}).json()["choices"]
+    (made,) = choice["message"]["tool_calls"]
+    assert made["function"]["name"] == "f"
+    assert json.loads(made["function"]["arguments"]) == {"city": "SF"}
+    assert choice["finish_reason"] == "tool_calls"
+    assert not choice["message"]["content"]
+
+
+def test_one_call_of_a_free_turn_when_they_may_not_be_parallel(rules):
+    one = rules(tools=TOOLS, parallel_tool_calls=False)
+    assert (one.strict, one.most_calls) == (False, 1)
+    assert rules(tools=TOOLS, parallel_tool_calls=True).most_calls is None
+
+
+def test_tools_that_may_not_be_called_stay_declared(call, engine, tokenizer):
+    call("POST", CHAT, json={**ASK, "max_tokens": 1, "tools": TOOLS})
+    call("POST", CHAT, json={**ASK, "max_tokens": 1, "tools": TOOLS, "tool_choice": "none"})
+    call("POST", CHAT, json={**ASK, "max_tokens": 1, "tools": []})
+    auto, none, without = (request.token_ids for request in engine.requests)
+    assert auto == none, "the prefix cache finds them"
+    assert len(without) < len(auto)
+    assert engine.requests[2].rules is None, "an empty list is no list"
+
+
 def test_a_named_call_stops_and_functions_get_function_calls(call, engine, tokenizer):
     engine.answer = lambda _: answer(tokenizer, ("f", '{"city":"SF"}'))
     named = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}

@@ -6,7 +6,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from inkcap.base.vocabulary import END_MESSAGE, KINDS, ORDINARY
+from inkcap.base.vocabulary import END_MESSAGE, KINDS, ORDINARY, THINKING
 from inkcap.models.registry import write_demo
 from tests.server.conftest import Process
 
@@ -78,6 +78,27 @@ def test_every_answer_that_ended_is_valid(server, kind):
         jsonschema_rs.validate(PERSON if call["function"]["name"] == "save" else {"maxProperties": 0}, arguments)
         assert kind == "required" or call["function"]["name"] == "save"
     assert ended >= SAMPLES // 2, "most can end within their budget"
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_stream_is_the_whole_answer_in_pieces(server, kind):
+    asked = {**ASKED[kind], "seed": 3, "temperature": 1.5, "thinking_token_budget": 3, "logit_bias": {THINKING: 60}}
+    whole = chat(server, **asked)
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3, "the budget, which it fills"
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 90, "stream": True, **asked}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=120) as response:
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    deltas = [one["delta"] for one in choices]
+    for name in ("content", "reasoning", "reasoning_content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == (message.get(name) or ""), name
+    assert message["reasoning"] == message["reasoning_content"]
+    told = [call["function"].get("arguments") or "" for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert "".join(told) == "".join(call["function"]["arguments"] for call in message.get("tool_calls") or ())
+    assert choices[-1]["finish_reason"] == choice["finish_reason"]
+    assert len(told) > 2 or kind == "format", "arguments come in pieces"
 
 
 def test_a_conversation_with_calls_resumes_from_its_last_whole_grain(server):
