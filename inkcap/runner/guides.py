@@ -12,6 +12,8 @@ from inkcap.base.step import RowSetup
 from inkcap.runner.transfer import Download
 from inkcap.sampling.guide import Guide, Mask, Masks
 
+EVERY = np.uint32(0xFFFFFFFF)  # a word of masks: all of its tokens
+
 
 class Guides:
     """The guides of all rows of a rank. Masks of a step are filled while its forward pass runs.
@@ -25,6 +27,7 @@ class Guides:
         self._device = device
         self._masks = Masks()
         self._guides: dict[int, Guide] = {}
+        self._host = torch.empty(0, WORDS, dtype=torch.int32)
         self.failed: dict[int, str] = {}  # rows that cannot go on, and why
         self._drawn: tuple[list[tuple[int, int]], Download] | None = None  # (row, place) of the last step's tokens
 
@@ -58,24 +61,31 @@ class Guides:
         return not self._guides.keys().isdisjoint(rows)
 
     def masks(self, rows: Sequence[int]) -> Tensor | None:
-        """Masks [S, WORDS] int32 of the next token of each of `rows`; None if every token is allowed."""
+        """Masks [S, WORDS] int32 of the next token of each of `rows`; None if every token is allowed.
+
+        On a CPU they stay what they are until the next call.
+        """
         if not self._guides:
             return None
         self._catch_up()
         fixed: list[tuple[int, Mask]] = []
         texts: list[tuple[int, Guide, Matcher]] = []
+        free: list[int] = []
         for place, row in enumerate(rows):
             guide = self._guides.get(row)
             if guide is None or row in self.failed:
-                continue
-            if guide.matcher is not None:
+                free.append(place)
+            elif guide.matcher is not None:
                 texts.append((place, guide, guide.matcher))
             elif (mask := guide.allowed()) is not None:
                 fixed.append((place, mask))
-        if not fixed and not texts:
+            else:
+                free.append(place)
+        if len(free) == len(rows):
             return None
-        out = torch.full((len(rows), WORDS), -1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        out = self._memory(len(rows))
         words: NDArray[np.uint32] = out.numpy().view(np.uint32)
+        words[free] = EVERY
         for place, mask in fixed:
             words[place] = mask
         if texts and self._compiler is not None:
@@ -84,8 +94,16 @@ class Guides:
                 guide.end_text(words[place])
                 if guide.failed:
                     self._fail(rows[place], guide)
-                    words[place] = 0xFFFFFFFF
+                    words[place] = EVERY
         return out.to(self._device, non_blocking=True)
+
+    def _memory(self, rows: int) -> Tensor:
+        """Masks [rows, WORDS] to be written: pinned for a GPU, which reads them later; else the same each time."""
+        if self._device.type == "cuda":
+            return torch.empty(rows, WORDS, dtype=torch.int32, pin_memory=True)
+        if len(self._host) < rows:
+            self._host = torch.empty(rows, WORDS, dtype=torch.int32)
+        return self._host[:rows]
 
     def drawn(self, rows: Sequence[int], tokens: Tensor) -> None:
         """The step drew tokens [S] int64 for `rows`."""
