@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import zmq
@@ -17,12 +18,14 @@ from inkcap.base.step import StepPlan
 from inkcap.engine.child import FAULT, SETUP, end_with_parent, read_setup
 from inkcap.engine.core import Core, Port
 from inkcap.engine.executor import (
+    LOOK_MS,
+    Begun,
+    Launches,
     RankFailed,
     RankMessage,
     RankReady,
     RankResult,
     RankSetup,
-    Runs,
     plan_address,
     reply_address,
 )
@@ -72,8 +75,11 @@ def serve_core(build: Callable[[EngineConfig, Port], tuple[Core, EngineInfo]]) -
     return code
 
 
-def serve_rank(load: Callable[[RankSetup], Runs]) -> int:
-    """Load a rank as told over stdin, then run plans until killed or failed. Returns the exit code."""
+def serve_rank(load: Callable[[RankSetup], Launches]) -> int:
+    """Load a rank as told over stdin, then run plans until killed or failed. Returns the exit code.
+
+    A plan is begun when it comes, while the device may still work on the one before; another thread waits for results.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when ranks end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup = read_setup(RankSetup)
@@ -87,16 +93,31 @@ def serve_rank(load: Callable[[RankSetup], Runs]) -> int:
     plans.connect(plan_address(folder, setup.rank))
     decoder = msgspec.msgpack.Decoder(StepPlan)
 
+    begun: SimpleQueue[Begun] = SimpleQueue()
+    failed: list[Exception] = []
+
     def send(message: RankMessage) -> None:
         replies.send(msgspec.msgpack.encode(message))
+
+    def finish() -> None:
+        results = zmq.Context().socket(zmq.PUSH)  # a socket belongs to one thread
+        results.connect(reply_address(folder))
+        try:
+            while True:
+                result = begun.get().finish()
+                if setup.rank == 0:
+                    results.send(msgspec.msgpack.encode(RankResult(result)))
+        except Exception as error:  # told by the other thread
+            failed.append(error)
 
     try:
         rank = load(setup)
         send(RankReady(setup.rank, rank.facts))
-        while True:
-            result = rank.run(decoder.decode(plans.recv()))
-            if setup.rank == 0:
-                send(RankResult(result))
+        threading.Thread(target=finish, name="results", daemon=True).start()
+        while not failed:
+            if plans.poll(LOOK_MS):
+                begun.put(rank.launch(decoder.decode(plans.recv())))
+        raise failed[0]
     except Exception as error:  # told to the core, which ends every rank
         if not isinstance(error, InkcapError):
             logger.error("rank %d failed", setup.rank, exc_info=error)

@@ -33,5 +33,6 @@ class Download:
     def wait(self) -> Sequence[Tensor]:
         """The tensors, in the order given. From any thread."""
         if self.event is not None:
-            self.event.synchronize()
+            with torch.cuda.device(self.event.device):  # a thread starts with the first one, where it may have no part
+                self.event.synchronize()
         return self.tensors

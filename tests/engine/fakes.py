@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 from inkcap.base.config import EngineConfig
@@ -20,6 +21,7 @@ from inkcap.engine.serving import serve_core, serve_rank
 VOCABULARY = 100
 ENGINE = (__file__, "engine")
 RANK = (__file__, "rank")
+WAIT = 30.0  # seconds: a step that ends later was not begun
 
 
 def token_at(seed: int, position: int) -> int:
@@ -27,11 +29,24 @@ def token_at(seed: int, position: int) -> int:
     return 1 + (seed * 31 + position * 7) % (VOCABULARY - 1)
 
 
+class Begun:
+    """A step that is over when it is begun, or once the next one is."""
+
+    def __init__(self, result: StepResult, next_one: threading.Event | None, lost: bool) -> None:
+        self.result, self.next_one, self.lost = result, next_one, lost
+
+    def finish(self) -> StepResult:
+        assert self.next_one is None or self.next_one.wait(WAIT), "the next step was not begun meanwhile"
+        if self.lost:
+            raise RuntimeError("the device lost it")
+        return self.result
+
+
 class FakeRank:
     """Keeps row tables as a worker does, and checks that plans make sense.
 
     Behaviour: {"setup": "mismatch" | "bug", "fail_at": step, "die_at": step, "step_seconds": s, "blocks": n,
-    "only_rank": r}.
+    "only_rank": r, "waits_at": step that ends once the next one is begun, "lost_at": step}.
     """
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
@@ -42,6 +57,7 @@ class FakeRank:
             raise CheckpointMismatch("the demo checkpoint lacks 3 tensors")
         if self.does.get("setup") == "bug":
             raise KeyError("surprise")
+        self.next_one = threading.Event()
         self.rows: dict[int, tuple[int, list[int]]] = {}
         blocks = self.does.get("blocks", 2000)
         self.facts = RankFacts(
@@ -54,6 +70,13 @@ class FakeRank:
             groups=[CacheGroup("full", 64, 1)],
             blocks={"full": blocks},
         )
+
+    def launch(self, plan: StepPlan) -> Begun:
+        waits = self.does.get("waits_at")
+        if plan.step - 1 == waits:
+            self.next_one.set()
+        lost = plan.step == self.does.get("lost_at")
+        return Begun(self.run(plan), self.next_one if plan.step == waits else None, lost)
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.step == self.does.get("fail_at"):

@@ -50,6 +50,20 @@ def test_plans_run_on_all_ranks_and_rank_0_answers_in_order(start):
     assert [result.rows[0].tokens for result in results] == [[token_at(5, 3 + i)] for i in range(29)]
 
 
+def test_a_step_begins_before_the_one_before_ends(start):
+    executor, _ = start('{"waits_at": 1}')
+    first = executor.submit(plan(1, [Chunk(0, 0, 3, True)], [OPENED]))
+    second = executor.submit(plan(2, [Continue(0)]))
+    assert [first.result(DEADLINE).step, second.result(DEADLINE).step] == [1, 2]
+
+
+def test_a_step_that_fails_once_it_is_waited_for_says_why(start):
+    executor, woken = start('{"lost_at": 1, "only_rank": 1}')
+    executor.submit(plan(1, [Chunk(0, 0, 3, True)], [OPENED]))
+    assert woken.wait(DEADLINE)
+    assert "rank 1 failed: RuntimeError: the device lost it" in executor.fault
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_in_a_step_fails_what_is_in_flight(start, rank):
     executor, woken = start(f'{{"die_at": 2, "only_rank": {rank}}}')
