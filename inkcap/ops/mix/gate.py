@@ -1,8 +1,8 @@
 """Gates of messages on a GPU. A message is made where it is needed: a sum over few sources, of shares that are known.
 
 Few tokens: mixture and product down to a gate's states in one launch, that back up to channels in another, and the norm
-is left to whoever multiplies. Many: the library multiplies down, and a tile of tokens goes over the channels twice, once
-for the norm, so that no gated row is ever kept in fp32.
+is left to whoever multiplies. Many: the library multiplies down, and a tile of tokens goes over the channels twice, the
+first time for the norm, so that no gated row is ever kept in fp32.
 """
 
 from collections.abc import Sequence
