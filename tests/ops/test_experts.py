@@ -27,16 +27,17 @@ def gated(x, w13):
     return gate * torch.sigmoid(gate) * up
 
 
+@pytest.mark.parametrize(("channels", "units"), [(CHANNELS, UNITS), (8, 4)])  # odd rows, and rows of 16 bytes
 @pytest.mark.parametrize("case", CASES)
-def test_both_halves(case):
+def test_both_halves(case, channels, units):
     tokens, experts, _, shared = case
-    rows, route = Normed(torch.randn(tokens, CHANNELS), torch.rand(CHANNELS), 1e-6), routed(*case)
-    w13, w2 = torch.randn(experts, 2 * UNITS, CHANNELS), torch.randn(experts, CHANNELS, UNITS)
-    shared_w13, shared_w2 = torch.randn(shared, 2 * UNITS, CHANNELS), torch.randn(CHANNELS, shared, UNITS)
+    rows, route = Normed(torch.randn(tokens, channels), torch.rand(channels), 1e-6), routed(*case)
+    w13, w2 = torch.randn(experts, 2 * units, channels), torch.randn(experts, channels, units)
+    shared_w13, shared_w2 = torch.randn(shared, 2 * units, channels), torch.randn(channels, shared, units)
     act = experts_up(rows, route, w13, shared_w13)
     got = experts_down(act, w2, shared_w2)
     for t, x in enumerate(rows.tensor()):
-        want = torch.zeros(CHANNELS).double()
+        want = torch.zeros(channels).double()
         for place, expert in enumerate(route.choice[t].tolist()):
             half = gated(x, w13[expert])
             torch.testing.assert_close(act.routed[t, place].double(), half, rtol=1e-5, atol=1e-5)

@@ -20,27 +20,33 @@ class Sorted:
 
     order: Tensor  # [T * K] index into the uses in order of token
     inverse: Tensor  # [T * K] the way back
-    experts: list[int]  # those that are used, ascending
-    counts: list[int]  # uses of each
+    ends: Tensor  # [E] int32: where the uses of each expert end
 
 
-def by_expert(route: Routed) -> Sorted:
+def by_expert(route: Routed, experts: int) -> Sorted:
     """Computed once a step and layer, for both halves of the experts."""
     if Sorted in route.memo:
         return route.memo[Sorted]  # pyright: ignore[reportReturnType]  # a memo has no types
-    chosen, order = route.choice.flatten().sort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    experts, counts = chosen.unique_consecutive(return_counts=True)
-    made = Sorted(order, inverse, experts.tolist(), counts.tolist())
+    chosen = route.choice.flatten()
+    order = chosen.argsort(stable=True)
+    ends = torch.bincount(chosen, minlength=experts).cumsum(0, dtype=torch.int32)
+    made = Sorted(order, order.argsort(), ends)
     route.memo[Sorted] = made
     return made
 
 
 def multiply(x: Tensor, weight: Weights, uses: Sorted) -> Tensor:
     """Rows x [T * K, N] in order of expert times each one's `weight` [E, M, N]: [T * K, M]."""
-    parts = x.split(uses.counts)
-    return torch.cat([F.linear(part, weight[expert]) for expert, part in zip(uses.experts, parts, strict=True)])
+    if isinstance(weight, Tensor) and aligned(weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=uses.ends)
+    counts = uses.ends.diff(prepend=uses.ends.new_zeros(1)).tolist()
+    parts = zip(range(len(weight)), x.split(counts), strict=True)
+    return torch.cat([F.linear(part, weight[expert]) for expert, part in parts if len(part)])
+
+
+def aligned(weight: Tensor) -> bool:
+    """Whether rows take whole multiples of 16 bytes, as the library's grouped product wants it."""
+    return weight.stride(1) * weight.element_size() % 16 == 0
 
 
 @experts_up.implement("cpu", when=lambda device: device.type == "cpu")
@@ -56,7 +62,7 @@ def up_cpu(x: Tensor, route: Routed, w13: Weights, act: Callable[[Tensor], Tenso
     tokens, top_k = route.choice.shape
     if tokens == 1:
         return act(torch.cat([F.linear(x, w13[expert]) for expert in route.choice[0].tolist()])).unsqueeze(0)
-    uses = by_expert(route)
+    uses = by_expert(route, len(w13))
     made = act(multiply(x.index_select(0, uses.order // top_k), w13, uses))
     return made.index_select(0, uses.inverse).unflatten(0, (tokens, top_k))
 
@@ -68,7 +74,7 @@ def down_cpu(act: Tensor, route: Routed, w2: Weights) -> Tensor:
         chosen = zip(route.choice[0].tolist(), act[0].split(1), strict=True)
         products = torch.cat([F.linear(part, w2[expert]) for expert, part in chosen])
     else:
-        uses = by_expert(route)
+        uses = by_expert(route, len(w2))
         products = multiply(act.flatten(0, 1).index_select(0, uses.order), w2, uses).index_select(0, uses.inverse)
     return products.float().unflatten(0, (tokens, top_k))
 
