@@ -18,6 +18,9 @@ class Past:
     offsets: Tensor  # [R * (W - 1)]
     before: Tensor | None  # [R, W - 1, 1] True before position 0; None when no sequence reaches back so far
     sources: list[Tensor] | None  # per old tap [T]: row of [this step's inputs; old inputs]; None: one token a sequence
+    windows: tuple[Tensor, Tensor] | None
+    """Blocks and offsets [T * W] of all inputs of each token, where every sequence has one token, which is kept, and
+    reaches back no further than position 0."""
 
 
 def locate(view: GroupView, packing: Packing, width: int) -> Past:
@@ -40,7 +43,13 @@ def locate(view: GroupView, packing: Packing, width: int) -> Past:
             torch.where(inside >= back, torch.arange(-back, tokens - back, device=device), base + inside - back)
             for back in range(width - 1, 0, -1)
         ]
-    made = Past(blocks.flatten(), (old % view.block).flatten(), before, sources)
+    offsets = old % view.block
+    windows = None
+    tokens, own_blocks, own_offsets = paged.kept(view)
+    if sources is before is tokens is None:
+        own = own_blocks.unsqueeze(1), own_offsets.unsqueeze(1)
+        windows = torch.cat([blocks, own[0]], 1).flatten(), torch.cat([offsets, own[1]], 1).flatten()
+    made = Past(blocks.flatten(), offsets.flatten(), before, sources, windows)
     view.memo[Past, width] = made
     return made
 
@@ -80,6 +89,11 @@ def sconv_cpu(
     width = taps.shape[1]
     columns = taps.t()  # [W, C]
     past = locate(view, packing, width)
+    if past.windows is not None and added is None:
+        paged.store(view, plane, x)  # first, so that one read finds the token's own input, too
+        inputs = paged.gather(view, plane, *past.windows, "windows").view(-1, width, x.shape[1]).float()
+        out = (inputs * columns).sum(1).add_(x)
+        return plus(residual, (out if scale == 1.0 else out.mul_(scale)).to(x.dtype), dtype)
     old = paged.gather(view, plane, past.blocks, past.offsets, "past").unflatten(0, (-1, width - 1)).float()
     if past.before is not None:
         old = old.masked_fill(past.before, 0.0)
