@@ -5,18 +5,21 @@
 The checkpoint is random, in fp32: hidden 512, 12 layers, 32 experts of which 6 + 2 work, 8192 words; inkling2
 has 8 of 32 experts at work, and its mini visits 6 of 12 layers three times. transformers runs
 its eager attention in a bare loop of forward passes (its `generate` is slower), inkcap runs whole: engine, scheduler,
-sampler, detached from tokenizer and server. Rounds alternate between the two; the best of each counts, since whatever
-else the machine does only adds time. Prints a JSON line per batch size and a line for people.
+sampler, detached from tokenizer and server. Each has a process of its own: threads of two pools in one process sleep
+and wake at every product, which makes both slower. Rounds alternate between the two; the best of each counts, since
+whatever else the machine does only adds time. Prints a JSON line per batch size and a line for people.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -96,6 +99,17 @@ def run_transformers(model: PreTrainedModel, prompts: list[list[int]]) -> Times:
     return first - begin, end - first, torch.stack(tokens, 1).tolist()
 
 
+def rival(connection: Connection, family: str, directory: str, threads: int) -> None:
+    """A process that makes the model, saves it, and then answers each list of prompts with what `Times` says of it."""
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    model = make(family).eval()
+    model.save_pretrained(directory)
+    connection.send("saved")
+    while (prompts := connection.recv()) is not None:
+        connection.send(run_transformers(model, prompts))
+
+
 def run_inkcap(llm: LLM, prompts: list[list[int]]) -> Times:
     """Greedy through the whole engine; a run of one token gives the time of the prompt."""
     times, answers = [], []
@@ -140,10 +154,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     options = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(options.threads)
-    rival = make(options.family).eval()
     with tempfile.TemporaryDirectory() as directory:
-        rival.save_pretrained(directory)
+        connection, far = multiprocessing.Pipe()
+        told = (far, options.family, directory, options.threads)
+        multiprocessing.get_context("spawn").Process(target=rival, args=told, daemon=True).start()
+        connection.recv()
+
+        def ask(prompts: list[list[int]]) -> Times:
+            connection.send(prompts)
+            return connection.recv()
+
         llm = LLM(
             directory,
             dtype="float32",
@@ -156,7 +176,7 @@ def main() -> None:
             for batch in options.batch:
                 prompts = torch.randint(0, TEXT["unpadded_vocab_size"], (batch, PROMPT)).tolist()
                 engines: dict[str, Callable[[], Times]] = {
-                    "transformers": lambda prompts=prompts: run_transformers(rival, prompts),
+                    "transformers": lambda prompts=prompts: ask(prompts),
                     "inkcap": lambda prompts=prompts: run_inkcap(llm, prompts),
                 }
                 for run in engines.values():
@@ -166,6 +186,7 @@ def main() -> None:
                     for name, run in engines.items():
                         runs[name].append(run())
                 report(options.family, batch, options.threads, runs)
+        connection.send(None)
 
 
 def report(family: str, batch: int, threads: int, runs: dict[str, list[Times]]) -> None:
