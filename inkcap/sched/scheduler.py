@@ -5,7 +5,8 @@ Each running row catches up with its own length; there is no prefill or decode p
 1. Rows that continue (one token and its drafts each), oldest first. While a row has history to catch up or one waits
    for a free row, a quarter of the step is left for that. If not all rows fit, those served longest ago go first.
 2. Rows with history to catch up, those served longest ago first, at most a chunk each.
-3. Waiting sequences, in the queue's order, as long as a row is free and all their known tokens fit the cache.
+3. Waiting sequences, in the queue's order, as long as a row is free and all their known tokens fit the cache. One whose
+   tokens are being computed for another right now (as with n > 1) is passed over until it can be given that state.
 
 So neither a long prompt stalls decoding nor decoding a long prompt, and nobody waits for ever. "Oldest" means the
 smallest (priority, arrival). If the cache refuses a row, the youngest running one gives up its blocks and waits again.
@@ -28,6 +29,7 @@ from inkcap.cache.plan import Load
 from inkcap.sched.queue import WaitingQueue
 from inkcap.sched.sequence import Sequence, Status
 
+WORTH_WAITING = 256  # tokens that must be on their way for another before a sequence waits for them
 HISTORY_SHARE = 4  # one part in this many of a step is kept for history while there is some to catch up
 _by_order = attrgetter("order")
 _by_served = attrgetter("served")
@@ -98,6 +100,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []  # running, all known tokens planned
         self._free_rows = list(range(config.rows - 1, -1, -1))
         self._closed: list[int] = []  # rows to close in the next plan
+        self._leaders: dict[bytes, Sequence] = {}  # who computes the tokens of this hash
         self._flights: deque[Flight] = deque()
         self._serial = 0
         self._step = 0
@@ -278,12 +281,17 @@ class Scheduler:
 
     def _admit(self, budget: int, step: int, opened: list[RowSetup]) -> int:
         """Let waiting sequences in, in order, as long as they fit; returns what is left of the budget."""
+        passed: list[Sequence] = []
         while budget > 0 and self._free_rows and len(self._waiting):
             seq = self._waiting.first()
             if seq.in_flight:  # preempted a moment ago: its last tokens are still to come
                 break
             tokens = seq.tokens
             wants_all = seq.prompt_logprobs is not None
+            if not wants_all and self._follows(seq):
+                self._waiting.remove(seq)
+                passed.append(seq)
+                continue
             holding = self.manager.match(tokens, seq.chain, seq.prompt_length, reuse=not wants_all)
             start = holding.start
             stop = min(len(tokens), start + min(budget, self.config.chunk))
@@ -314,10 +322,22 @@ class Scheduler:
                     self._count["prefix_hits"] += start
                 self._count["prompt_tokens"] += seq.prompt_length
                 self._count["cached_prompt_tokens"] += start
+            if seq.chain is not None and len(tokens) - start >= WORTH_WAITING:
+                self._leaders[seq.chain.links[-1]] = seq
             insort(self._filling, seq, key=_by_order)
             self._work_chunk(seq, stop, step)
             budget -= stop - start
+        for seq in passed:
+            self._waiting.push(seq, front=seq.served > 0)
         return budget
+
+    def _follows(self, seq: Sequence) -> bool:
+        """Whether another sequence computes just now what this one begins with, up to its last whole grain."""
+        if seq.chain is None:
+            return False
+        seq.chain.extend(seq.tokens)
+        leader = self._leaders.get(seq.chain.links[-1]) if seq.chain.links else None
+        return leader is not None and leader.holding is not None and leader.holding.computed < leader.prompt_length
 
     def _reserve(self, seq: Sequence, holding: Holding, start: int, stop: int, earliest_next: int) -> bool:
         """Blocks for one row's part of the step, taken from the youngest rows if need be.
@@ -351,6 +371,7 @@ class Scheduler:
         """Give back row and blocks of a running sequence, which has `ended` or will go on later."""
         (self._decoding if seq in self._decoding else self._filling).remove(seq)
         assert seq.holding is not None, f"{seq.name} runs without blocks"
+        self._leaders = {link: leader for link, leader in self._leaders.items() if leader is not seq}
         self.manager.release(seq.holding, ended=ended)
         self._closed.append(seq.row)
         self._free_rows.append(seq.row)

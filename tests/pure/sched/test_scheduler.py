@@ -385,6 +385,42 @@ def test_a_fully_known_prompt_still_computes_its_last_token_in_a_copy() -> None:
     assert {move.group for move in plan.moves} == {"full", "window", "sconv"}
 
 
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    story = Story()
+    prompt = [5] * 300 + list(range(1000, 1020))
+    for i in range(4):
+        story.add(f"r-{i}", prompt)
+    story.add("other", 60)
+    first = story.step()
+    assert [setup.seed for setup in first.opened] == [0, 4]  # nobody else waits for it
+    story.finish()
+    cached = [next(d.cached_tokens for d in story.deltas if d.request_id == f"r-{i}") for i in range(4)]
+    assert cached == [0, 319, 319, 319]
+    assert all(len(story.told(f"r-{i}")) == 10 for i in range(4))
+    assert story.scheduler.stats().step_tokens < 320 + 60 + 4 * 20 + 20
+
+
+def test_who_waited_for_an_equal_prompt_goes_on_alone_when_that_one_ends() -> None:
+    story = Story()
+    for i in range(2):
+        story.add(f"r-{i}", [5] * 300)
+    story.step()
+    assert story.scheduler.stats().running == 1
+    story.scheduler.abort("r-0")
+    story.finish()
+    assert len(story.told("r-1")) == 10
+    assert not story.scheduler._leaders
+
+
+@pytest.mark.parametrize("more", [{"prompt": 300, "prefix": False}, {"prompt": 100}, {"prompt": 300, "scored": True}])
+def test_where_waiting_gives_nothing_nobody_waits(more) -> None:
+    story = Story(prefix=more.get("prefix", True))
+    params = {"prompt_logprobs": 0} if more.get("scored") else {}
+    for i in range(2):
+        story.add(f"r-{i}", [5] * more["prompt"], **params)
+    assert len(story.step().opened) == 2
+
+
 def test_log_probabilities_of_the_prompt_are_collected_over_chunks() -> None:
     story = Story(chunk=4)
     story.add("warm", list(range(100, 110)), max_tokens=1)
