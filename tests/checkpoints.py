@@ -33,5 +33,4 @@ def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor
 
 def experts_of(layer: Any) -> Any:
     """A layer's experts; inside a loop a layer is wrapped."""
-    layer = getattr(layer, "layer", layer)
-    return getattr(layer, "parts", layer).mlp
+    return getattr(layer, "layer", layer).mlp

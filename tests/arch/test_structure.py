@@ -32,7 +32,7 @@ MAY_IMPORT = {
 NO_TORCH = {"base", "sched", "chat", "server", "cache", "engine", "bench", "terminal"}
 TORCH_ALLOWED = {"cache/arena.py", "cache/host.py", "engine/rank.py"}
 NO_TORCH_FILES = {  # what `inkcap inspect` needs
-    "models/families.py", "models/inspect.py", "models/states.py", "models/inkling/config.py",
+    "models/config.py", "models/families.py", "models/inspect.py", "models/states.py", "models/inkling/config.py",
     "models/inkling2/config.py", "parallel/share.py", "weights/headers.py", "weights/stored.py",
 }  # fmt: skip
 GENERATION_FREE = set(MAY_IMPORT) - {"models", "chat", "base"}

@@ -143,7 +143,7 @@ def test_a_field_left_out_is_an_error_or_one_value(name):
         ("rms_norm_eps", 0, "rms_norm_eps is 0; allowed: a number greater than 0"),
         ("route_scale", float("inf"), "route_scale is inf"),
         ("moe_intermediate_size", 1024, "moe_intermediate_size is 1024; allowed: 2048, the value of intermediate_size"),
-        ("layer_types", ["hybrid"] * 42, "local_layer_ids is .*which is what layer_types says"),
+        ("layer_types", ["hybrid"] * 42, "local_layer_ids is .*which is what layer_types calls hybrid_sliding"),
         ("mlp_layer_types", ["sparse"] * 42, "dense_mlp_idx is 2; allowed: 0, as mlp_layer_types has it"),
     ],
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from inkcap.base.errors import CheckpointMismatch
 from inkcap.base.fields import Fields
 from inkcap.cache.state import LayerState
+from inkcap.models.config import check_together, conv_width, local_layers, text_of, unpadded
 from inkcap.models.states import AttentionSize, declare
 from inkcap.parallel.share import Place
 
@@ -106,10 +107,7 @@ class InklingConfig:
 
         Class defaults of other libraries are never used: they differ from the published models.
         """
-        whole = Fields(config, "config.json")
-        text = whole.block("text_config") if whole.has("text_config") else whole
-        for name, supported in ONLY.items():
-            text.only(name, supported)
+        text = text_of(config, ONLY)
         layers = text.integer("num_hidden_layers")
         dense_width, expert_width = _widths(text)
         floor = None if text.null("log_scaling_n_floor") else text.integer("log_scaling_n_floor")
@@ -117,7 +115,7 @@ class InklingConfig:
             hidden_size=text.integer("hidden_size"),
             num_hidden_layers=layers,
             vocab_size=text.integer("vocab_size"),
-            unpadded_vocab_size=_unpadded(text),
+            unpadded_vocab_size=unpadded(text),
             max_length=text.integer("model_max_length", "max_position_embeddings"),
             num_attention_heads=text.integer("num_attention_heads"),
             num_key_value_heads=text.integer("num_key_value_heads"),
@@ -126,13 +124,13 @@ class InklingConfig:
             swa_num_key_value_heads=text.integer("swa_num_key_value_heads"),
             swa_head_dim=text.integer("swa_head_dim"),
             sliding_window_size=text.integer("sliding_window_size"),
-            local_layer_ids=_local_layers(text, layers),
+            local_layer_ids=local_layers(text, layers),
             d_rel=text.integer("d_rel"),
             rel_extent=text.integer("rel_extent"),
             log_scaling_n_floor=floor,
             log_scaling_alpha=0.0 if floor is None else text.number("log_scaling_alpha"),
             rms_norm_eps=text.number("rms_norm_eps"),
-            sconv_kernel_size=_kernel(text),
+            sconv_kernel_size=conv_width(text),
             dense_layer_ids=_dense_layers(text, layers),
             dense_intermediate_size=dense_width,
             expert_intermediate_size=expert_width,
@@ -142,15 +140,8 @@ class InklingConfig:
             route_scale=text.number("route_scale"),
             logits_mup_width_multiplier=text.number("logits_mup_width_multiplier"),
         )
-        _check_together(text, read)
+        check_together(text)
         return read
-
-
-def _unpadded(text: Fields) -> int:
-    """Published checkpoints pad the vocabulary; null, as transformers writes it, means that nothing is padding."""
-    if text.null("unpadded_vocab_size"):
-        return text.integer("vocab_size")
-    return text.integer("unpadded_vocab_size", most=text.integer("vocab_size"))
 
 
 def _widths(text: Fields) -> tuple[int, int]:
@@ -165,19 +156,6 @@ def _widths(text: Fields) -> tuple[int, int]:
     )
 
 
-def _local_layers(text: Fields, layers: int) -> tuple[int, ...]:
-    ids = None if text.null("local_layer_ids") else text.indices("local_layer_ids", layers)
-    if text.null("layer_types"):
-        if ids is None:
-            raise CheckpointMismatch(f"{text.where} has neither local_layer_ids nor layer_types")
-        return ids
-    kinds = text.choices("layer_types", ("hybrid_sliding", "hybrid"), layers)
-    named = tuple(i for i, kind in enumerate(kinds) if kind == "hybrid_sliding")
-    if ids is not None and ids != named:
-        raise text.wrong("local_layer_ids", f"{list(named)}, which is what layer_types says")
-    return named
-
-
 def _dense_layers(text: Fields, layers: int) -> tuple[int, ...]:
     first = None if text.null("dense_mlp_idx") else text.integer("dense_mlp_idx", least=0, most=layers)
     if text.null("mlp_layer_types"):
@@ -189,22 +167,3 @@ def _dense_layers(text: Fields, layers: int) -> tuple[int, ...]:
     if first is not None and named != tuple(range(first)):
         raise text.wrong("dense_mlp_idx", f"{len(named)}, as mlp_layer_types has it")
     return named
-
-
-def _kernel(text: Fields) -> int:
-    """Cache blocks of the convolutions are as long as the kernel, and must divide a grain of 64 tokens."""
-    size = text.integer("sconv_kernel_size", "conv_kernel_size", least=2, most=64)
-    if 64 % size:
-        raise text.wrong(text.spelled("sconv_kernel_size", "conv_kernel_size"), "2, 4, 8, 16, 32 or 64")
-    return size
-
-
-def _check_together(text: Fields, read: InklingConfig) -> None:
-    for prefix, heads, kv_heads in (
-        ("", read.num_attention_heads, read.num_key_value_heads),
-        ("swa_", read.swa_num_attention_heads, read.swa_num_key_value_heads),
-    ):
-        if heads % kv_heads:
-            raise text.wrong(f"{prefix}num_key_value_heads", f"a divisor of {prefix}num_attention_heads, {heads}")
-    if read.num_experts_per_tok > read.n_routed_experts:
-        raise text.wrong("num_experts_per_tok", f"at most n_routed_experts, {read.n_routed_experts}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from inkcap.base.errors import CheckpointMismatch
 from inkcap.base.fields import Fields
 from inkcap.cache.state import LayerState
+from inkcap.models.config import check_together, conv_width, local_layers, text_of, unpadded
 from inkcap.models.states import AttentionSize, declare
 from inkcap.parallel.share import Place
 
@@ -118,19 +119,14 @@ class Inkling2Config:
 
         Class defaults of other libraries are never used: they differ between the published models.
         """
-        whole = Fields(config, "config.json")
-        text = whole.block("text_config") if whole.has("text_config") else whole
-        for name, supported in ONLY.items():
-            text.only(name, supported)
+        text = text_of(config, ONLY)
         layers = text.integer("num_hidden_layers")
-        rows = text.integer("vocab_size")
+        local = local_layers(text, layers)
         read = Inkling2Config(
             hidden_size=text.integer("hidden_size"),
             num_hidden_layers=layers,
-            vocab_size=rows,
-            unpadded_vocab_size=rows
-            if text.null("unpadded_vocab_size")
-            else text.integer("unpadded_vocab_size", most=rows),
+            vocab_size=text.integer("vocab_size"),
+            unpadded_vocab_size=unpadded(text),
             max_length=text.integer("model_max_length", "max_position_embeddings"),
             num_attention_heads=text.integer("num_attention_heads"),
             num_key_value_heads=text.integer("num_key_value_heads"),
@@ -139,13 +135,13 @@ class Inkling2Config:
             swa_num_key_value_heads=text.integer("swa_num_key_value_heads"),
             swa_head_dim=text.integer("swa_head_dim"),
             sliding_window_size=text.integer("sliding_window_size"),
-            sliding=_sliding(text, layers),
+            sliding=tuple(layer in local for layer in range(layers)),
             d_rel=text.integer("d_rel"),
             rel_extent=text.integer("rel_extent"),
             log_scaling_n_floor=text.integer("log_scaling_n_floor"),
             log_scaling_alpha=text.number("log_scaling_alpha"),
             rms_norm_eps=text.number("rms_norm_eps"),
-            conv_kernel_size=_kernel(text),
+            conv_kernel_size=conv_width(text),
             moe_intermediate_size=text.integer("moe_intermediate_size", "intermediate_size"),
             n_routed_experts=text.integer("n_routed_experts"),
             num_experts_per_tok=text.integer("num_experts_per_tok"),
@@ -158,30 +154,9 @@ class Inkling2Config:
             n_layers_per_attn_res_block=text.integer("n_layers_per_attn_res_block", "n_layers_per_attnres_block"),
             loop=_loop(text, layers),
         )
-        _check_together(text, read)
+        check_together(text)
+        _check_loop(text, read)
         return read
-
-
-def _sliding(text: Fields, layers: int) -> tuple[bool, ...]:
-    """From the list of sliding layers (published) or the kind of every layer (transformers); both must agree."""
-    ids = None if text.null("local_layer_ids") else text.indices("local_layer_ids", layers)
-    if text.null("layer_types"):
-        if ids is None:
-            raise CheckpointMismatch(f"{text.where} has neither local_layer_ids nor layer_types")
-        return tuple(layer in ids for layer in range(layers))
-    kinds = text.choices("layer_types", ("hybrid_sliding", "hybrid"), layers)
-    named = tuple(kind == "hybrid_sliding" for kind in kinds)
-    if ids is not None and ids != tuple(layer for layer, slides in enumerate(named) if slides):
-        raise text.wrong("local_layer_ids", "the layers that layer_types calls hybrid_sliding")
-    return named
-
-
-def _kernel(text: Fields) -> int:
-    """Cache blocks of the convolutions are as long as the kernel, and must divide a grain of 64 tokens."""
-    size = text.integer("conv_kernel_size", "sconv_kernel_size", least=2, most=64)
-    if 64 % size:
-        raise text.wrong(text.spelled("conv_kernel_size", "sconv_kernel_size"), "2, 4, 8, 16, 32 or 64")
-    return size
 
 
 def _loop(text: Fields, layers: int) -> Loop | None:
@@ -203,15 +178,7 @@ def _loop(text: Fields, layers: int) -> Loop | None:
     )
 
 
-def _check_together(text: Fields, read: Inkling2Config) -> None:
-    for prefix, heads, kv_heads in (
-        ("", read.num_attention_heads, read.num_key_value_heads),
-        ("swa_", read.swa_num_attention_heads, read.swa_num_key_value_heads),
-    ):
-        if heads % kv_heads:
-            raise text.wrong(f"{prefix}num_key_value_heads", f"a divisor of {prefix}num_attention_heads, {heads}")
-    if read.num_experts_per_tok > read.n_routed_experts:
-        raise text.wrong("num_experts_per_tok", f"at most n_routed_experts, {read.n_routed_experts}")
+def _check_loop(text: Fields, read: Inkling2Config) -> None:
     block = read.n_layers_per_attn_res_block
     if read.loop is not None and (read.loop.start % block or read.loop.stop % block):
         raise CheckpointMismatch(
