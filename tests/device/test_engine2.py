@@ -3,7 +3,7 @@ references in fp32, and captured steps against eager ones."""
 
 import pytest
 import torch
-from device.test_engine import CPU, GPU, LENGTHS, apart, force, requests
+from device.test_engine import CPU, GPU, apart, force, requests
 from toy import run
 
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
@@ -49,6 +49,7 @@ SHAPE = Inkling2Config(
     n_layers_per_attn_res_block=2,
     loop=Loop(start=2, stop=4, passes=3, gate_rank=64),
 )
+LENGTHS = [1, 63, 65, 300]  # of prompts, tokens
 STORED = {
     1: Stored(WeightFormat.NVFP4, WeightFormat.NVFP4),
     3: Stored(WeightFormat.NVFP4, WeightFormat.NVFP4),
@@ -115,7 +116,7 @@ def test_a_gpu_agrees_with_the_references(monkeypatch):
     assert on_gpu.max() < 2 * rounded.max()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_graphs_agree_with_eager_steps(monkeypatch, rows):
     wanted = requests(LENGTHS)
     made = worker(GPU, torch.bfloat16, rows=rows)
