@@ -27,11 +27,11 @@ from inkcap.layers.batch import Batch
 from inkcap.models.base import Model
 from inkcap.ops.dispatch import OPS, Op
 from inkcap.ops.rows.ref import append_tokens, newest
+from inkcap.ops.sample.ref import allow
 from inkcap.ops.values import GroupView, Packing
 from inkcap.runner.guides import Guides
 from inkcap.runner.table import COLUMNS, RowTable, limits_of
 from inkcap.runner.transfer import upload
-from inkcap.sampling.guide import allow
 from inkcap.sampling.sampler import Sampled, Sampler
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens of a captured step

@@ -6,9 +6,7 @@ A guide follows one row's tokens. It is rebuilt from them when a row resumes, so
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from inkcap.base.matching import WORDS, Compiler, Matcher
 from inkcap.base.turn import Start, TurnRules
@@ -29,7 +27,6 @@ from inkcap.base.vocabulary import (
 Mask = NDArray[np.uint32]  # [WORDS]: bit t is set if token t may come next
 LAST_TEXT_WORD = ORDINARY // 32  # the word in which ordinary tokens end and control tokens begin
 LAST_TEXT_BITS = np.uint32((1 << ORDINARY % 32) - 1)
-BITS = np.arange(32)  # of a word
 # States. After a call of a free turn that may have no more, a turn is OVER.
 BETWEEN, HEADER, BODY, RAW, OVER = range(5)
 # A call that names no declared tool, in a turn that is not strict.
@@ -216,33 +213,6 @@ class Guide:
             mask[end // 32] |= np.uint32(1 << end % 32)
         elif not mask.any():
             self.failed = self.matcher.error or "the grammar allows no token here"
-
-
-def allow(logits: Tensor, masks: Tensor) -> None:
-    """Set what masks [S, WORDS] int32 forbid to -inf, in logits [S, V] float32, V at most VOCAB, in place."""
-    if logits.device.type == "cpu":
-        for row, mask in zip(logits.numpy(), masks.numpy().view(np.uint32), strict=True):
-            _allow(row, mask)
-        return
-    shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
-    bits = (masks[:, :, None] >> shifts) & 1  # [S, WORDS, 32]
-    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
-
-
-def _allow(row: NDArray[np.float32], mask: Mask) -> None:
-    """`allow` of one row on a CPU. Where little is allowed only that is looked at."""
-    named = np.flatnonzero(mask)
-    if len(named) * 8 < len(mask):
-        bits = np.unpackbits(mask[named].view(np.uint8), bitorder="little").view(bool)
-        ids = (32 * named[:, None] + BITS).ravel()[bits]
-        ids = ids[ids < len(row)]
-        kept = row[ids]
-        row.fill(-np.inf)
-        row[ids] = kept
-    else:
-        bits = np.unpackbits(mask.view(np.uint8), count=len(row), bitorder="little")
-        # +inf where allowed, -inf where not: a third of the time that an assignment by mask takes
-        np.minimum(row, (bits - np.float32(0.5)) * np.float32(np.inf), out=row)
 
 
 assert VOCAB <= WORDS * 32, "a row of masks has a bit for each token"

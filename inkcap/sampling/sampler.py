@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from inkcap.base.request import Logprobs
-from inkcap.ops.sample.ref import Limits, penalize, sample
-from inkcap.sampling.guide import allow
+from inkcap.ops.sample.ref import Limits, allow, penalize, sample
 from inkcap.sampling.logprobs import Scored, entries, score
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
 
@@ -72,11 +71,11 @@ class Sampler:
         for place, extras in draws.extras.items():
             _shift(logits[place], extras)
         self._ban(logits)
-        if draws.masks is not None:
-            allow(logits, draws.masks)
         for place, extras in draws.extras.items():
+            if draws.masks is not None:
+                allow(logits[place : place + 1], draws.masks[place : place + 1])
             _mask(logits[place], extras, draws.known[place])
-        tokens = sample(logits, draws.temperature, draws.limits, draws.seeds, draws.positions)
+        tokens = sample(logits, draws.temperature, draws.limits, draws.seeds, draws.positions, draws.masks)
         if raw is None:
             return Sampled(tokens, wanted, None)
         own = tokens.clamp(min=0)  # a row without a token fails the step anyway

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from inkcap.ops.sample import cpu
-from inkcap.ops.sample.ref import Limits, gumbel, noise_bits, noise_keys, penalize, sample, threshold
+from inkcap.ops.sample.ref import Limits, allow, gumbel, noise_bits, noise_keys, penalize, sample, threshold
 
 M64 = 2**64 - 1
 M32 = 2**32 - 1
@@ -199,18 +199,46 @@ def test_cpu_draws_what_the_reference_draws(vocabulary, spread):
             assert cpu.threshold(scaled[row].numpy(), k, p, ratio) == edges[row], SETTINGS[row]
 
 
-@pytest.mark.parametrize("kept", [1, 7, 900])
-def test_rows_of_which_little_is_left_draw_what_the_reference_draws(kept):
-    generator = torch.Generator().manual_seed(kept)
-    logits = 3 * torch.randn(4, 20_000, generator=generator)
-    left = torch.randperm(20_000, generator=generator)[:kept]
-    masked = torch.full_like(logits, -torch.inf)
-    masked[:, left] = logits[:, left]
-    masked[3] = logits[3]  # among rows that are whole
-    asked = torch.tensor([1.0, 0.7, 0.0, 1.0]), None, torch.arange(4), torch.arange(4) + 9
-    assert cpu._sparse(masked[0].numpy())
-    assert not cpu._sparse(masked[3].numpy())
-    assert cpu.sample_cpu(masked, *asked).tolist() == sample.reference(masked, *asked).tolist()
+def masks_of(allowed: np.ndarray) -> torch.Tensor:
+    """Masks [S, W] int32 of which tokens are allowed [S, 32 W] bool."""
+    return torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
+
+
+SHARES = [0.0, 0.0001, 0.02, 0.1, 0.5, 0.97, 1.0]  # of the tokens that masks allow, from few words to all
+
+
+@pytest.mark.parametrize("function", [allow.reference, cpu.allow_cpu])
+@pytest.mark.parametrize("share", SHARES)
+def test_what_masks_forbid_is_set_bit_by_bit(function, share):
+    rng = np.random.default_rng(3)
+    width = 20_011
+    allowed = rng.random((2, 20_032)) < share
+    logits = torch.from_numpy(rng.normal(size=(2, width)).astype(np.float32))
+    wanted = torch.where(torch.from_numpy(allowed[:, :width]), logits, -torch.inf)
+    function(logits, masks_of(allowed))
+    assert (logits == wanted).all()
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("function", [sample.reference, cpu.sample_cpu])
+def test_masked_rows_draw_as_rows_of_masked_logits(function, share):
+    """Every setting, beside rows that are free; also where nothing, or nothing finite, is allowed."""
+    rng = np.random.default_rng(int(1000 * share))
+    width, rows = 20_011, len(SETTINGS)
+    logits = torch.from_numpy(3 * rng.normal(size=(rows, width)).astype(np.float32))
+    logits[:, ::9] = -torch.inf
+    logits[5, :] = torch.nan
+    allowed = rng.random((rows, 20_032)) < share
+    allowed[3] = True
+    allowed[4] = False
+    allowed[6], allowed[6, 9] = False, True
+    masks = masks_of(allowed)
+    masked = logits.clone()
+    allow.reference(masked, masks)
+    arguments = (*columns(SETTINGS), *keyed(rows, seed=8))
+    wanted = sample.reference(masked, *arguments)
+    assert torch.equal(function(logits, *arguments, masks), wanted)
+    assert wanted[4] == wanted[6] == -1
 
 
 @pytest.mark.parametrize("slack", [-4.0, -1.0, 0.0, 0.5, 1.0])

@@ -27,7 +27,7 @@ from inkcap.base.vocabulary import (
 from inkcap.chat.grammar import call_grammar, read_wish, text_rules
 from inkcap.chat.tokens import Tokenizer
 from inkcap.runner.guides import Guides
-from inkcap.sampling.guide import allow, only
+from inkcap.sampling.guide import only
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"], "additionalProperties": False}
 CALLS = {"f": call_grammar("f", SCHEMA), "get_it": call_grammar("get_it", SCHEMA)}
@@ -205,25 +205,3 @@ def test_a_grammar_that_fails_fails_its_row_only(compiler):
     assert (masks[0] == -1).all()
     assert int(np.unpackbits(masks[1].numpy().view(np.uint8)).sum()) == 1
     assert Guides(None, torch.device("cpu")).masks([0]) is None
-
-
-def test_what_masks_forbid_is_never_drawn():
-    logits = torch.arange(6.0).repeat(2, 1)
-    masks = torch.full((2, WORDS), -1, dtype=torch.int32)
-    masks[0, 0] = 0b001010
-    bits = logits.clone()
-    allow(bits, masks)
-    assert bits[0].isfinite().tolist() == [False, True, False, True, False, False]
-    assert (bits[1] == logits[1]).all()
-
-
-@pytest.mark.parametrize("share", [0.0, 0.0001, 0.02, 0.1, 0.5, 0.97, 1.0])
-def test_logits_are_masked_bit_by_bit_however_many_there_are(share):
-    rng = np.random.default_rng(3)
-    allowed = rng.random((2, WORDS * 32)) < share
-    allowed[0, VOCAB - 1] = True
-    masks = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
-    logits = torch.from_numpy(rng.normal(size=(2, VOCAB)).astype(np.float32))
-    wanted = torch.where(torch.from_numpy(allowed[:, :VOCAB]), logits, -torch.inf)
-    allow(logits, masks)
-    assert (logits == wanted).all()

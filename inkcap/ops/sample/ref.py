@@ -56,13 +56,33 @@ class Limits:
 
 
 @op
-def sample(logits: Tensor, temperature: Tensor, limits: Limits | None, seeds: Tensor, positions: Tensor) -> Tensor:
+def allow(logits: Tensor, masks: Tensor) -> None:
+    """Set what masks forbid to -inf, in place.
+
+    logits: [S, V] float32; masks: [S, W] int32, 32 W at least V: bit i of word w stands for token 32 w + i.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
+    bits = (masks[:, :, None] >> shifts) & 1  # [S, W, 32]
+    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+@op
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    limits: Limits | None,
+    seeds: Tensor,
+    positions: Tensor,
+    masks: Tensor | None = None,
+) -> Tensor:
     """One token a row: the most likely one where temperature is 0 (ties: lowest id), else a draw.
 
     logits: [S, V] float32, -inf where masked; temperature: [S] float32; limits: None if no row has any; seeds,
-    positions: [S] int64, the position is that of the drawn token. Returns [S] int64, -1 where a row's largest logit is
-    not finite or one is no number.
+    positions: [S] int64, the position is that of the drawn token; masks: as of `allow`, which may be applied to logits
+    in place. Returns [S] int64, -1 where a row's largest logit is not finite or one is no number.
     """
+    if masks is not None:
+        allow(logits, masks)
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]  # [S, V]
     bits = noise_bits(noise_keys(seeds, positions), torch.arange(logits.shape[1], device=logits.device))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkcap.ops.sample.ref import Limits, penalize, sample
+from inkcap.ops.sample.ref import Limits, allow, penalize, sample
 
 SPAN = 2048  # words of a program
 SEEN = 1024  # words at a time in a sieve: 16 candidates each must stay in registers
@@ -201,9 +201,16 @@ def choose_kernel(best, places, tokens, spans, WIDE: tl.constexpr):
 
 @sample.implement("triton", when=lambda device: device.type == "cuda")
 def sample_triton(
-    logits: Tensor, temperature: Tensor, limits: Limits | None, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    limits: Limits | None,
+    seeds: Tensor,
+    positions: Tensor,
+    masks: Tensor | None = None,
 ) -> Tensor:
     """`sample` of the reference. Rows of logits may stand apart."""
+    if masks is not None:
+        allow(logits, masks)
     rows, words = logits.shape
     assert logits.stride(1) == 1, "the words of a row must be neighbours"
     spans = triton.cdiv(words, SPAN)
