@@ -34,6 +34,7 @@ from inkcap.server.service import Service
 LOOK_SECONDS = 0.05  # between two looks at what is still open
 FAULT_LOOK_SECONDS = 0.25  # between two looks whether the engine is alive; requests are told at once
 LAST_ANSWERS_SECONDS = 5.0  # for requests to be told that the engine died or that they were cut off
+COLLECT_EVERY = (2000, 10, 50)  # objects, and collections of each younger generation
 LINGER_SECONDS = 1.0  # for which /health shows 503 after the engine died, so that a balancer sees why
 KEEP_ALIVE_SECONDS = 65  # longer than the 60 s that load balancers keep idle connections
 
@@ -68,9 +69,11 @@ async def serve_checkpoint(
         loading = asyncio.ensure_future(engine.ready())
         await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and loading.exception() is None:
-            # what lives as long as the process is not to be looked at again: a full collection takes up to 100 ms
+            # what lives as long as the process is not to be looked at again: a full collection takes up to 100 ms, and
+            # with a crowd of requests alive still 50, so it comes once in a million objects
             gc.collect()
             gc.freeze()
+            gc.set_threshold(*COLLECT_EVERY)
             logger.info("ready after %.1f s: %s", time.monotonic() - started, facts(loading.result()))
             if print_curl:
                 print(curl_line(config, listener, app.state.service.names[0]), flush=True)
