@@ -17,7 +17,8 @@ from inkcap.parallel.comm import Comm
 
 CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded; the rest is for steps and other programs
 # Bytes of a GPU beside weights, the largest step and the cache: row table (5 bytes a row and token of the longest
-# sequence), compiled kernels, captured steps (92 graphs for up to 64 rows of 24 layers: 106 MiB, H200, 2026-11-29).
+# sequence), compiled kernels, captured steps (24 layers, H200, 2026-11-29: 72 of decode for up to 64 rows
+# 100 MiB; 20 of decode for up to 9 rows 56 MiB, with 18 mixed ones 164 MiB).
 GPU_RESERVE = 1 << 30
 SLACK = 1.1  # on the measured peak of a step: allocations of other sizes leave gaps
 
