@@ -5,8 +5,10 @@
 CPU time is user + system time from /proc, taken before and after the load (100 ticks a second: let it run for seconds).
 Server: all of the server process, which does HTTP, text and parsing. Engine core: the main thread of the engine process
 and ZeroMQ's threads; with one rank the model runs in another thread of that process, and operators start their own, so
-what these two use is scheduling, messages and bookkeeping, no model. With --no-model, `no_model.py` stands in for the
-model: it draws random tokens after a pause, so that on a small machine the model does not take the cores away.
+what these two use is scheduling, messages and bookkeeping, no model. `in_steps` is the part of the time in which a step
+was under way: what is missing from 1 is what the server costs in output, at full load. With --no-model, `no_model.py`
+stands in for the model: it draws random tokens after a pause, so that on a small machine the model does not take the
+cores away.
 """
 
 import argparse
@@ -103,16 +105,26 @@ def answers(url: str) -> bool:
         return False
 
 
+def engine_counters(url: str) -> dict[str, float]:
+    """Of now: the engine's counters, and the second they were taken."""
+    with urllib.request.urlopen(url + "/page/live", timeout=30) as response:
+        live = json.load(response)
+    return {"time": live["time"], **{name: live["stats"][name] for name in ("steps", "step_seconds")}}
+
+
 def measure(url: str, server: int, load: Load) -> dict[str, object]:
     """The load's figures and the CPU time it took."""
     engine = child_of(server)
     warm = replace(load, shape=replace(load.shape, requests=load.concurrency, output_tokens=Lengths(8, 8)), warmup=0)
     uvloop.run(drive(warm))
     before = cpu_seconds(Path(f"/proc/{server}/stat")), cpu_seconds(Path(f"/proc/{engine}/stat")), core_seconds(engine)
+    early_counters = engine_counters(url)
     result = uvloop.run(drive(load))
+    late_counters = engine_counters(url)
     after = cpu_seconds(Path(f"/proc/{server}/stat")), cpu_seconds(Path(f"/proc/{engine}/stat")), core_seconds(engine)
     server_s, engine_s, core_s = (late - early for early, late in zip(before, after, strict=True))
     tokens = int(str(result["output_tokens"]))
+    spent = {name: late - early_counters[name] for name, late in late_counters.items()}
     print(table(result), file=sys.stderr)
     return {
         "bench": "serve",
@@ -124,6 +136,8 @@ def measure(url: str, server: int, load: Load) -> dict[str, object]:
         "server_us_per_token": round(server_s / tokens * 1e6, 1),
         "engine_core_us_per_token": round(core_s / tokens * 1e6, 1),
         "engine_process_us_per_token": round(engine_s / tokens * 1e6, 1),
+        "in_steps": round(spent["step_seconds"] / spent["time"], 4),
+        "step_ms": round(spent["step_seconds"] / max(1.0, spent["steps"]) * 1e3, 3),
         "tokens_per_chunk": round(tokens / max(1, int(str(result["chunks"]))), 3),
     }
 
