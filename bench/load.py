@@ -133,6 +133,7 @@ def measure(directory: Path, name: str, dtype: str, threads: int, rounds: int) -
     kept, made = kept_bytes(FORMATS[name], dtype)
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     best = min(run["seconds"] for run in runs)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     least = min(floor(directory, made) for _ in range(rounds))
     return {
         "bench": "load",
@@ -149,6 +150,7 @@ def measure(directory: Path, name: str, dtype: str, threads: int, rounds: int) -
         "load": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
         "machine": platform.machine(),
+        "commit": commit.stdout.strip(),
     }
 
 
