@@ -7,14 +7,13 @@ from ops.shapes import coded, normal
 import inkcap.ops  # noqa: F401  declares the implementations
 from inkcap.ops.act.ref import swiglu, swiglu_capped
 from inkcap.ops.dispatch import bind
-from inkcap.ops.experts.group import tiles
-from inkcap.ops.experts.wide import USES, fits, wide
+from inkcap.ops.experts.wide import fits, wide
 from inkcap.ops.quantize.coded import Coded
 from inkcap.ops.values import Caps, Routed
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
-COUNTS = [0, 1, 63, 64, 65, 0, 128, 129, 192, 700, 3]  # uses of an expert: halves and tiles empty, full and begun
+COUNTS = [0, 1, 63, 64, 65, 0, 128, 129, 192, 193, 256, 257, 700, 3]  # uses of an expert: parts of tiles full, begun
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +34,7 @@ def compared(x, w, route, *, paired, caps=None):
     share = route.choice.numel() // len(x)
     out = torch.full((route.choice.numel(), rows // (2 if paired else 1)), float("nan"), device=GPU).bfloat16()
     assert fits(x, w)
-    uses = tiles(route, len(w), USES)
-    wide(x, w, uses, share, out, paired=paired, caps=caps)
+    wide(x, w, route, share, out, paired=paired, caps=caps)
     want = torch.empty(out.shape, device=GPU)
     for expert in range(len(w)):
         mine = (route.choice.flatten() == expert).nonzero().squeeze(1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ops import test_experts
-from ops.shapes import convolved
+from ops.shapes import MIXED, convolved
 
 from inkcap.ops.experts import group
 from inkcap.ops.experts.group import tiles, width_of
@@ -74,6 +74,25 @@ def test_settle_of_single_tokens_convolves_inside(tokens, shared):
             got, _ = experts_settle_triton(act, w2, shared_w2, *where, plane=1)
         else:
             got, _ = routed_settle_triton(act.routed, route, w2, *where, plane=1, conv_scale=0.5)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(plane, after, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_settle_of_longer_spans():
+    """Steps of several sequences against the reference."""
+    channels, units = 20, 12
+    w2, shared_w2 = torch.randn(5, channels, units), torch.randn(channels, 2, units)
+    taps = torch.randn(4, channels).t()
+    for view, packing, plane in convolved(channels, MIXED, torch.float32, CPU):
+        tokens = len(packing.positions)
+        route = test_experts.routed(tokens, 5, 2, 2)
+        act = Activated(torch.randn(tokens, 2, units), torch.randn(tokens, 2, units), route)
+        where = (torch.randn(tokens, channels), taps, view, packing)
+        kept = plane.clone()
+        want, _ = experts_settle.reference(act, w2, shared_w2, *where, plane=1)
+        after = plane.clone()
+        plane.copy_(kept)
+        got, _ = experts_settle_triton(act, w2, shared_w2, *where, plane=1)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(plane, after, rtol=1e-4, atol=1e-4, equal_nan=True)
 

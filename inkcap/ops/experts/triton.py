@@ -19,6 +19,7 @@ from inkcap.ops.experts.group import tiles, width_of
 from inkcap.ops.experts.many import Also, combine_kernel, grouped
 from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up, routed_down, routed_settle, routed_up
 from inkcap.ops.experts.row import down_row, up_row
+from inkcap.ops.experts.wide import MANY, fits, wide
 from inkcap.ops.linear.device import chunks
 from inkcap.ops.quantize.coded import Coded, Weights
 from inkcap.ops.sconv.triton import convolve
@@ -89,6 +90,8 @@ def products_of(
     tokens, number = len(route.choice), route.choice.numel()
     if tokens <= FEW and isinstance(w, Coded):
         return grouped_few(x, w, route, share, out, paired=paired, caps=caps, also=also)
+    if also is None and number > MANY * len(w) and fits(x, w):
+        return wide(x, w, route, share, out, paired=paired, caps=caps)
     width = coded_width_of(number, len(w)) if isinstance(w, Coded) else width_of(number, len(w))
     uses = tiles(route, len(w), width)
     if isinstance(w, Coded):
