@@ -15,7 +15,7 @@ from inkcap.ops.values import ClipWeights, GroupView, LogScaling, Packing, Score
 GEOMETRIES = {  # heads, kv heads, size, states, window, extent, scaling, block
     "full": (4, 2, 16, 16, None, 11, LogScaling(7, 0.3), 8),
     "full_one_kv_head": (6, 1, 5, 2, None, 40, None, 16),
-    "full_pages_of_tiles": (2, 1, 16, 16, None, 11, None, 16),
+    "full_pages_of_tiles": (4, 2, 16, 16, None, 11, None, 16),
     "window": (4, 2, 8, 3, 20, 20, None, 32),
     "window_of_one": (2, 1, 4, 2, 1, 1, None, 8),
     "window_past_the_extent": (3, 3, 16, 5, 20, 4, LogScaling(1, 0.2), 16),

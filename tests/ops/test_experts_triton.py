@@ -37,7 +37,7 @@ def ops(monkeypatch):
 
 @pytest.mark.parametrize("case", test_experts.CASES)
 def test_both_halves(case):
-    test_experts.test_both_halves(case)
+    test_experts.test_both_halves(case, test_experts.CHANNELS, test_experts.UNITS)
 
 
 def test_down_takes_activations_that_another_op_made():
@@ -122,7 +122,7 @@ def test_tiles_cover_every_use_once_in_order(monkeypatch, pieces, tokens, expert
 
 def test_wide_tiles_have_tokens_as_the_first_operand(monkeypatch):
     monkeypatch.setattr("inkcap.ops.experts.triton.width_of", lambda uses, experts: 128)
-    test_experts.test_both_halves((9, 7, 3, 1))
+    test_experts.test_both_halves((9, 7, 3, 1), test_experts.CHANNELS, test_experts.UNITS)
 
 
 def test_width_grows_with_the_uses_of_an_expert():

@@ -5,6 +5,7 @@ import functools
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inkcap.ops import pdl
 from inkcap.ops.attention import splits
@@ -100,18 +101,33 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> Non
             scores.bias, bank, states, padded(states), extent, shift.zero, shift.pitch, 256, on,
             num_warps=4, **pdl.launch(on),
         )  # fmt: skip
+    tiles = tiles_of(k, v, view) if scores.window is None else (None,) * 4
     tile_kernel[(splits.bound(len(q), sequences, queries), kv)](
         q, k, v, r, out, bank, q if sinks is None else sinks, q if gate is None else gate,
-        *view.planes[:2], view.table, packing.starts, packing.rows, packing.first,
+        *view.planes[:2], *tiles, view.table, packing.starts, packing.rows, packing.first,
         sequences, least, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
         0 if sinks is None else sinks.stride(0), 0 if gate is None else gate.stride(0), *view.planes[0].stride()[:3],
         view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS, tiling.near,
         triton.next_power_of_2(queries + tiling.near), shift.depth, shift.zero, shift.pitch,
-        sinks is not None, gate is not None, *tiling.stages, on,
+        sinks is not None, gate is not None, tiles[0] is not None, *tiling.stages, on,
         num_warps=tiling.warps, **pdl.launch(on),
     )  # fmt: skip
+
+
+def tiles_of(k: Tensor, v: Tensor, view: GroupView) -> tuple[TensorDescriptor | None, ...]:
+    """Descriptors of the pages of k and v and of this step's; None where the device or the sizes do not allow them."""
+    size = k.shape[2]
+    steps = [step * k.element_size() for step in (size, k.stride(0), *view.planes[0].stride()[:3])]
+    able = (k.device.type == "cpu" or pdl.supported(k.device)) and view.block % splits.KEYS == 0
+    begins = [tensor.data_ptr() for tensor in (k, v, *view.planes[:2])]
+    if not able or size != padded(size) or any(place % 16 for place in steps + begins):
+        return (None,) * 4
+    return (
+        *(TensorDescriptor.from_tensor(plane.transpose(1, 2), [1, 1, splits.KEYS, size]) for plane in view.planes[:2]),
+        *(TensorDescriptor.from_tensor(own.flatten(1), [splits.KEYS, size]) for own in (k, v)),
+    )
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, r: Tensor, scores: Scores, view: GroupView, gate: Tensor | None) -> None:
