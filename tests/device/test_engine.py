@@ -99,7 +99,11 @@ def force(monkeypatch, expected: dict[str, tuple], wanted: list[GenerateRequest]
         length = len(request.token_ids)
         forced[request.seed, length : length + request.max_tokens] = torch.tensor(expected[request.request_id][0])
     on = {CPU: forced, GPU: forced.to(GPU)}
-    monkeypatch.setattr(sampler, "sample", lambda logits, *columns: on[logits.device][columns[-2], columns[-1]])
+
+    def sample(logits, temperature, limits, seeds, positions, masks=None):
+        return on[logits.device][seeds, positions]
+
+    monkeypatch.setattr(sampler, "sample", sample)
 
 
 def apart(found: dict[str, tuple], expected: dict[str, tuple]) -> torch.Tensor:
