@@ -1,7 +1,6 @@
 """Implementations in Triton, one import per line. Imported where Triton is installed; see the package's first file."""
 
 from inkcap.ops.act import triton as act_triton
-from inkcap.ops.attention import clipped as attention_clipped
 from inkcap.ops.attention import triton as attention_triton
 from inkcap.ops.attn_prep import triton as attn_prep_triton
 from inkcap.ops.blocks import triton as blocks_triton
@@ -17,7 +16,6 @@ from inkcap.ops.sconv import triton as sconv_triton
 
 __all__ = [
     "act_triton",
-    "attention_clipped",
     "attention_triton",
     "attn_prep_triton",
     "blocks_triton",

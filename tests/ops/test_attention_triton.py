@@ -7,10 +7,9 @@ from steps import World
 from inkcap.cache.state import LayerState, Plane
 from inkcap.ops import paged
 from inkcap.ops.attention import splits
-from inkcap.ops.attention.clipped import attend_clipped_triton
-from inkcap.ops.attention.ref import attend_clipped, attention
+from inkcap.ops.attention.ref import attention
 from inkcap.ops.attention.triton import attention_triton
-from inkcap.ops.values import ClipWeights, GroupView, LogScaling, Packing, Scores
+from inkcap.ops.values import GroupView, LogScaling, Packing, Scores
 
 GEOMETRIES = {  # heads, kv heads, size, states, window, extent, scaling, block
     "full": (4, 2, 16, 16, None, 11, LogScaling(7, 0.3), 8),
@@ -129,37 +128,3 @@ def test_splits_cover_their_tiles(monkeypatch):
                 assert plan.queries >= 1
                 assert plan.rows >= 8 * plan.queries
                 assert (plan.far > 0) <= (reach > 1024)
-
-
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("added", [False, True])
-def test_one_clipped_query_a_sequence(window, added):
-    """Conditioning and splits in one launch: the same heads and the same state as one after the other."""
-    torch.manual_seed(2)
-    heads, kv, size, states, steps = 6, 2, 16, 5, 7
-    planes = (Plane("k", (kv, size), "float32"), Plane("v", (kv, size), "float32"))
-    conv = tuple(Plane(name, (width,), "float32") for name, width in (("k", kv * size), ("v", kv * size), ("a", 3)))
-    state = [LayerState("keys", 0, planes, window, 64, True), LayerState("sconv", 0, conv, 4, 4, False)]
-    taps = torch.randn(2, 4, kv * size)
-    weights = ClipWeights(
-        taps[0].t(), taps[1].t(), 0.6, torch.rand(heads, size), torch.rand(heads, states), 1.1, 0.8, 1e-6
-    )  # fmt: skip
-    scores = Scores(0.25, window, torch.randn(states, 24), None)
-    worlds = [World(state, length=160, seed=5) for _ in range(2)]
-    width = (heads + 2 * kv) * size + heads * (states + size + 1)
-    work = [(1, 0, [0] * 66), (3, 0, [0] * 3)]
-    for step in range(steps):
-        joined = torch.randn(sum(len(ids) for _, _, ids in work), width)
-        q, k, v, r, gate, sinks = joined.split(
-            [heads * size, kv * size, kv * size, heads * states, heads * size, heads], 1
-        )  # fmt: skip
-        more = list(torch.randn(2, len(joined), kv, 4).unbind(0)) if added else []
-        results = []
-        for world, function in zip(worlds, (attend_clipped_triton, attend_clipped.reference), strict=True):
-            batch = world.batch(work).at(0)
-            views = (batch.view("sconv"), batch.view("keys"), batch.packing)
-            results.append(function(q, k, v, r, weights, LogScaling(5, 0.4), scores, *views, sinks, gate, *more))
-        torch.testing.assert_close(*results)
-        for name, arena in worlds[0].arenas.items():
-            torch.testing.assert_close(arena, worlds[1].arenas[name], equal_nan=True)
-        work = [(1, 66 + step, [0]), (3, 3 + step, [0])]

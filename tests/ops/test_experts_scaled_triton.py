@@ -30,7 +30,9 @@ def few_programs(monkeypatch):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     monkeypatch.setattr(kernels, "UP_CODED", (64, 32, 1))
+    monkeypatch.setattr(kernels, "UP_SHORT", (64, 32, 1))
     monkeypatch.setattr(kernels, "DOWN_CODED", (64, 1))
+    monkeypatch.setattr(kernels, "DOWN_JOINED", (64, 1))
 
 
 def check_halves(bits, channels, units, tokens, dtype):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inkcap.layers.attention import Heads, RelBias
+from inkcap.layers.attention import Heads, RelBias, attend
 from inkcap.layers.batch import Batch
 from inkcap.layers.blockstream import Inputs
 from inkcap.layers.linear import Columns, prefixed
 from inkcap.layers.sconv import DynamicTaps, ShortConv
-from inkcap.ops.attention.ref import attend_clipped
+from inkcap.ops.attn_prep.ref import attn_prep_clip
 from inkcap.ops.values import ClipWeights, LogScaling, Scores
 from inkcap.parallel.share import Share
 from inkcap.parallel.slot import Slot
@@ -151,19 +151,17 @@ class Attention:
             numbers.r_limit,
             numbers.eps,
         )
-        return attend_clipped(
+        q, k, v, r = attn_prep_clip(
             q,
             k,
             v,
             r,
             weights,
-            numbers.scaling,
-            self.scores,
             batch.view("sconv"),
             batch.view(self.group),
             batch.packing,
-            sink,
-            gate,
+            numbers.scaling,
             k_added,
             v_added,
         )
+        return attend(q, k, v, r.flatten(1), self.scores, self.group, batch, sink, gate)

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from inkcap.ops import paged
-from inkcap.ops.attn_prep.ref import attn_prep_clip
 from inkcap.ops.dispatch import op
-from inkcap.ops.values import ClipWeights, GroupView, LogScaling, Packing, Scores
+from inkcap.ops.values import GroupView, Packing, Scores
 
 
 @op
@@ -54,25 +53,3 @@ def attention(
             heads = heads * gate[start:stop].float().sigmoid().view_as(heads)
         out[start:stop] = heads.to(q.dtype)
     return out.flatten(1)
-
-
-@op
-def attend_clipped(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    weights: ClipWeights,
-    scaling: LogScaling | None,
-    scores: Scores,
-    conv: GroupView,
-    kv: GroupView,
-    packing: Packing,
-    sinks: Tensor,
-    gate: Tensor,
-    k_added: Tensor | None = None,
-    v_added: Tensor | None = None,
-) -> Tensor:
-    """From projections to gated heads [T, heads * D]: `attn_prep_clip`, then `attention`. The bias is not scaled."""
-    q, k, v, r = attn_prep_clip(q, k, v, r, weights, conv, kv, packing, scaling, k_added, v_added)
-    return attention(q, k, v, r, scores, kv, packing, sinks, gate)

@@ -10,8 +10,17 @@ import triton.language as tl
 from inkcap.ops import pdl
 from inkcap.ops.act.triton import gated
 from inkcap.ops.experts.codes import times_blocks
-from inkcap.ops.linear.device import fetch_all, multiply, operand
+from inkcap.ops.linear.device import chunks, fetch_all, multiply, operand
 from inkcap.ops.sconv.triton import finish, history
+
+MOST = 16  # chunks
+
+
+def coded_chunks(size: int) -> tuple[int, int]:
+    """(columns of a chunk, number of chunks) of a row of `size` codes; as `chunks`, but more of them where they fit."""
+    length = min(size & -size, 2048)
+    return (length, size // length) if size <= MOST * length else chunks(size)
+
 
 LIFT = tl.constexpr(2.0**100)  # of x, so that products with codes that are not made whole stay normal numbers
 REST_E2M1, REST_E4M3 = tl.constexpr(2.0**26), tl.constexpr(2.0**20)  # what is missing then
@@ -75,24 +84,12 @@ def up_coded(
     row = (expert * (2 * UNITS) + n)[:, None]
     wp = words + row * (K * BITS // 32) + word[None, :]
     sp = scales + row * (K // BLOCK) + block[None, :]
-    c0, s0 = fetch_coded(wp, word, sp, block, 0, BITS, K, BK)
-    if CHUNKS > 1:
-        c1, s1 = fetch_coded(wp, word, sp, block, 1, BITS, K, BK)
-    if CHUNKS > 2:
-        c2, s2 = fetch_coded(wp, word, sp, block, 2, BITS, K, BK)
-    if CHUNKS > 3:
-        c3, s3 = fetch_coded(wp, word, sp, block, 3, BITS, K, BK)
-    total, squares = multiply_coded(c0, s0, x, norm, 0, NORMED, BITS, K, BK, BN)
-    if CHUNKS > 1:
-        more, square = multiply_coded(c1, s1, x, norm, 1, NORMED, BITS, K, BK, BN)
-        total += more
-        squares += square
-    if CHUNKS > 2:
-        more, square = multiply_coded(c2, s2, x, norm, 2, NORMED, BITS, K, BK, BN)
-        total += more
-        squares += square
-    if CHUNKS > 3:
-        more, square = multiply_coded(c3, s3, x, norm, 3, NORMED, BITS, K, BK, BN)
+    held = ()
+    for i in tl.static_range(CHUNKS):
+        held += (fetch_coded(wp, word, sp, block, i, BITS, K, BK),)
+    total, squares = multiply_coded(held[0][0], held[0][1], x, norm, 0, NORMED, BITS, K, BK, BN)
+    for i in tl.static_range(1, CHUNKS):
+        more, square = multiply_coded(held[i][0], held[i][1], x, norm, i, NORMED, BITS, K, BK, BN)
         total += more
         squares += square
     product = tl.sum(total, 1) * (REST_E2M1 if BITS == 4 else REST_E4M3)
@@ -109,8 +106,8 @@ def up_coded(
 def up_row_coded(
     x, norm, words, scales, factor, shared_w13, choice, gammas, act, shared_act, eps, gate_cap, up_cap,
     NORMED: tl.constexpr, CAPPED: tl.constexpr, S: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr, SHARED_BN: tl.constexpr,
-    PDL: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr,
+    SHARED_BK: tl.constexpr, SHARED_CHUNKS: tl.constexpr, SHARED_BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The shared experts come first, as in `up_row`; programs of the routed ones own BN rows. Triggers after its wait,
     so that the next kernel may read the choice early."""
@@ -120,7 +117,8 @@ def up_row_coded(
     if program < S * SHARED_TILES:
         up_shared(
             x, norm, shared_w13, gammas, shared_act, eps, gate_cap, up_cap,
-            program // SHARED_TILES, program % SHARED_TILES, NORMED, CAPPED, UNITS, K, BK, CHUNKS, SHARED_BN, PDL,
+            program // SHARED_TILES, program % SHARED_TILES, NORMED, CAPPED, UNITS, K, SHARED_BK, SHARED_CHUNKS,
+            SHARED_BN, PDL,
         )  # fmt: skip
     else:
         own = program - S * SHARED_TILES
@@ -128,6 +126,55 @@ def up_row_coded(
             x, norm, words, scales, factor, choice, act, eps, gate_cap, up_cap,
             own // TILES, own % TILES, NORMED, CAPPED, UNITS, BITS, K, BK, CHUNKS, BN, PDL,
         )  # fmt: skip
+
+
+@triton.jit
+def fetch_joined(
+    words, scales, choice, row, rows, part: tl.constexpr,
+    BITS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of words and scales of rows [BN] of all experts of the token, one expert behind the other: TOP * K
+    columns."""
+    BLOCK: tl.constexpr = 16 if BITS == 4 else 32
+    BW: tl.constexpr = BK * BITS // 32
+    WORDS: tl.constexpr = K * BITS // 32  # of an expert's row
+    BLOCKS: tl.constexpr = K // BLOCK
+    j = part * BW + tl.arange(0, BW)
+    expert = tl.load(choice + j // WORDS, mask=j < TOP * WORDS, other=0)
+    if WORDS % 4 == 0:  # four words are of one expert: loads of 16 bytes
+        at = tl.max_contiguous(tl.multiple_of(j % WORDS, 4), 4)
+        expert = tl.max_constancy(expert, 4)
+    else:
+        at = j % WORDS
+    inside = (j < TOP * WORDS)[None, :]
+    code = tl.load(
+        words + (expert[None, :] * rows + row[:, None]) * WORDS + at[None, :], mask=inside, other=0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
+    j = part * (BK // BLOCK) + tl.arange(0, BK // BLOCK)
+    expert = tl.load(choice + j // BLOCKS, mask=j < TOP * BLOCKS, other=0)
+    inside = (j < TOP * BLOCKS)[None, :]
+    scale = tl.load(
+        scales + (expert[None, :] * rows + row[:, None]) * BLOCKS + (j % BLOCKS)[None, :], mask=inside, other=0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
+    return code, scale
+
+
+@triton.jit
+def multiply_joined(
+    code, scale, act, weights, factor, choice, part: tl.constexpr,
+    BITS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One chunk of products, weights and factors of experts included: [BN, blocks]."""
+    BLOCK: tl.constexpr = 16 if BITS == 4 else 32
+    k = part * BK + tl.arange(0, BK)
+    x = tl.load(act + k, mask=k < TOP * K, other=0.0).to(tl.float32) * LIFT
+    place = (part * (BK // BLOCK) + tl.arange(0, BK // BLOCK)) // (K // BLOCK)
+    weight = tl.load(weights + place, mask=place < TOP, other=0.0)
+    if BITS == 4:
+        weight *= tl.load(factor + tl.load(choice + place, mask=place < TOP, other=0), mask=place < TOP, other=0.0)
+    return times_blocks(code, scale, x[None, :], BITS, BN, BK) * weight[None, :]
 
 
 @triton.jit
@@ -249,3 +296,45 @@ def shared_part(shared_act, other, at, part: tl.constexpr, S: tl.constexpr, K: t
     k = part * BK + at
     x = tl.load(shared_act + other[:, None] * K + k[None, :], mask=(other < S)[:, None] & (k < K)[None, :], other=0.0)
     return x.to(tl.float32)[:, None, :]
+
+
+@triton.jit
+def down_row_joined(
+    act, words, scales, factor, choice, weights, residual, y,
+    taps, plane, table, slots, row_of, positions,
+    conv_scale, rows, block_stride, token_stride, table_stride, tap_channel, tap_distance,
+    CONVOLVED: tl.constexpr, RESIDUAL: tl.constexpr, W: tl.constexpr, HELD: tl.constexpr,
+    TOP: tl.constexpr, BITS: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`down_row_coded` of routed experts alone: their rows, one behind the other, are one row, so that no chunk is cut.
+
+    Weight and factor of an expert multiply the sums of its blocks in fp32.
+    """
+    pdl.trigger(PDL)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    mask = n < rows
+    row = tl.minimum(n, rows - 1).to(tl.int64)
+    held = ()
+    for i in tl.static_range(CHUNKS):
+        held += (fetch_joined(words, scales, choice, row, rows, i, BITS, TOP, K, BK),)
+    if CONVOLVED:
+        zero = tl.arange(0, 1)
+        own_row, position, slot = tl.load(row_of + zero), tl.load(positions + zero), tl.load(slots + zero)
+        past = history(
+            plane, table, taps, own_row, position, n, mask, block_stride, token_stride, table_stride,
+            tap_channel, tap_distance, HELD, W,
+        )  # fmt: skip
+        own_tap = tl.load(taps + n * tap_channel + (W - 1) * tap_distance, mask=mask, other=0.0)
+    pdl.wait(PDL)
+    total = multiply_joined(held[0][0], held[0][1], act, weights, factor, choice, 0, BITS, TOP, K, BK, BN)
+    for i in tl.static_range(1, CHUNKS):
+        total += multiply_joined(held[i][0], held[i][1], act, weights, factor, choice, i, BITS, TOP, K, BK, BN)
+    out = tl.sum(total, 1) * (REST_E2M1 if BITS == 4 else REST_E4M3)
+    out = out.to(act.dtype.element_ty)
+    if CONVOLVED:
+        out = finish(out, past, own_tap, conv_scale, plane, slot, n, mask, block_stride, token_stride, HELD)
+    out = out.to(tl.float32)
+    if RESIDUAL:
+        out += tl.load(residual + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + n, out.to(y.dtype.element_ty), mask=mask)

@@ -1,8 +1,8 @@
 """The mixture of one token's sources by one query, in a program that holds whole rows.
 
 Blocks are finished long before they are mixed, so all sources but the last two, of which one may be a block just
-closed, are read before the dependency wait. Between their writing and this read lies a kernel that triggers after its
-own wait: every layer has one behind its router.
+closed, are read before the dependency wait. A kernel that does so triggers after its wait: what it waited for is
+complete when anything behind it starts.
 """
 
 import triton
@@ -30,7 +30,6 @@ def score(x, query, eps, C: tl.constexpr):
 def weighed(sources, query, token, at, held, eps, C: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
     """Sum of the sources' rows [BLOCK] by exp(score - top) / rms, the sum of these exps, top, and each source's score
     and 1 / rms. The dependency wait stands inside."""
-    pdl.trigger(PDL)
     acc = tl.zeros(at.shape, tl.float32)
     top = -float("inf")
     total = 0.0
@@ -45,6 +44,7 @@ def weighed(sources, query, token, at, held, eps, C: tl.constexpr, EARLY: tl.con
         top = higher
         kept += ((z, factor),)
     pdl.wait(PDL)
+    pdl.trigger(PDL)
     late = ()
     for i in tl.static_range(EARLY, len(sources)):  # all loads before the first sum
         late += (tl.load(sources[i] + token * C + at, mask=held, other=0.0).to(tl.float32),)

@@ -19,8 +19,7 @@ from inkcap.ops.linear.few import normed_in_parts
 from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import Normed, Routed
 
-ROWS = 2  # of a program that multiplies one token
-WARPS = 4
+LONG, SHORT = (2, 4), (1, 1)  # one token: rows of a program and its warps, by the rows' length; measured on an H200
 FEW = 64  # tokens that are multiplied in parts
 
 
@@ -137,13 +136,14 @@ def route(
         own = x if rows.normed is None else rows.normed
         normed = torch.empty(1, length, dtype=rows.dtype, device=x.device) if unnormed else own
         logits = torch.empty(every, dtype=torch.float32, device=x.device)
-        programs = triton.cdiv(every, ROWS)
+        bn, warps = LONG if length > 4096 else SHORT
+        programs = triton.cdiv(every, bn)
         route_row[(programs,)](
             own, rows.weight, weight, normed, logits, arrivals(x.device), bias, scale, choice, weights, gammas,
             rows.eps, route_scale, weight.stride(0),
-            unnormed, experts, shared, top_k, sink, *blocks, length, bk, number, ROWS,
+            unnormed, experts, shared, top_k, sink, *blocks, length, bk, number, bn,
             triton.next_power_of_2(triton.cdiv(length, programs)), on,
-            num_warps=WARPS, **pdl.launch(on),
+            num_warps=warps, **pdl.launch(on),
         )  # fmt: skip
         rows.normed = normed
     elif tokens:
