@@ -13,7 +13,7 @@ from torch import Tensor
 from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
 from inkcap.ops.experts.coded_many import coded_width_of, grouped_coded, stored
-from inkcap.ops.experts.coded_row import down_row_coded, up_row_coded
+from inkcap.ops.experts.coded_row import coded_chunks, down_row_coded, down_row_joined, up_row_coded
 from inkcap.ops.experts.few import FEW, grouped_few
 from inkcap.ops.experts.group import tiles, width_of
 from inkcap.ops.experts.many import Also, combine_kernel, grouped
@@ -28,8 +28,9 @@ from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Route
 TOGETHER = 64  # tokens up to which shared experts share the launches of the routed ones
 COMBINED = 1024  # channels of a program that sums over experts
 UP, DOWN = (2, 8), (4, 4)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
-# for codes: rows of a program, rows of a program of shared experts, warps; rows, warps. Run on an H200, never swept
-UP_CODED, DOWN_CODED = (4, 2, 2), (8, 8)
+# for codes: rows of a program, rows of a program of shared experts, warps; rows, warps. The first and third never swept;
+# the others measured on an H200 for rows of 2,304 columns and 8 experts of 1,152
+UP_CODED, UP_SHORT, DOWN_CODED, DOWN_JOINED = (4, 2, 2), (4, 2, 1), (8, 8), (8, 4)
 
 
 def up(
@@ -46,12 +47,12 @@ def up(
         x = rows.rows if rows.normed is None else rows.normed
         shared_out = torch.empty(1, shared, columns // 2, dtype=rows.dtype, device=device)
         if isinstance(w13, Coded):
-            bn, dense_bn, warps = UP_CODED
+            (bn, dense_bn, warps), coded = UP_CODED if length > 4096 else UP_SHORT, coded_chunks(length)
             programs = shared * triton.cdiv(columns, dense_bn) + top_k * triton.cdiv(columns, bn)
             up_row_coded[(programs,)](
                 x, rows.weight, *stored(w13), x if shared_w13 is None else shared_w13, route.choice, route.gammas,
                 out, shared_out, rows.eps, 1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
-                normed, caps is not None, shared, columns // 2, w13.bits, length, bk, number, bn, dense_bn, on,
+                normed, caps is not None, shared, columns // 2, w13.bits, length, *coded, bn, bk, number, dense_bn, on,
                 num_warps=warps, **pdl.launch(on),
             )  # fmt: skip
             return out, shared_out
@@ -131,15 +132,24 @@ def down(
         window = (taps.shape[1], view.block)
     else:
         where, strides, window = (act,) * 6, (0,) * 5, (1, 1)
-    if tokens == 1 and number and (inside or not convolved):
+    joined = coded_chunks(top_k * length) if isinstance(w2, Coded) else (bk, number)  # of all experts' rows
+    if tokens == 1 and number and joined[1] and (inside or not convolved):
         shared = 0 if shared_w2 is None else shared_w2.shape[1]
-        if isinstance(w2, Coded):
+        if isinstance(w2, Coded) and shared:
             bn, warps = DOWN_CODED
             down_row_coded[(triton.cdiv(channels, bn),)](
                 act, act if shared_act is None else shared_act, *stored(w2), act if shared_w2 is None else shared_w2,
                 route.choice, route.weights, act if base is None else base, out, *where, conv_scale, channels,
                 *strides, inside, base is not None, *window, top_k, shared, triton.next_power_of_2(top_k),
                 triton.next_power_of_2(max(1, shared)), w2.bits, length, bk, number, bn, on,
+                num_warps=warps, **pdl.launch(on),
+            )  # fmt: skip
+            return out, None
+        if isinstance(w2, Coded):
+            bn, warps = DOWN_JOINED
+            down_row_joined[(triton.cdiv(channels, bn),)](
+                act, *stored(w2), route.choice, route.weights, act if base is None else base, out, *where, conv_scale,
+                channels, *strides, inside, base is not None, *window, top_k, w2.bits, length, *joined, bn, on,
                 num_warps=warps, **pdl.launch(on),
             )  # fmt: skip
             return out, None
