@@ -187,17 +187,19 @@ def few_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Shared experts are dense; their tiles come first. Where tiles are not listed, the first use of an expert works
-    for all of them."""
-    pdl.wait(PDL)
-    pdl.trigger(PDL)
+    for all of them. Triggers after its wait, so that the second half may read the choice early."""
+    EARLY: tl.constexpr = not (LISTED or PAIRED)
+    if not EARLY:
+        pdl.wait(PDL)
+        pdl.trigger(PDL)
     blocks = tl.cdiv(tokens, WIDTH)
     program = tl.program_id(1)
     own = tl.maximum(program - SHARED * blocks, 0)  # among the tiles of routed experts
     e = tl.load(choice + own).to(tl.int64)
     if LISTED:
-        idle = e < 0
-        routed = tl.load(start + own) + tl.arange(0, WIDTH)
-        inside = routed < tl.load(stop + own)
+        idle = e < 0  # nothing is written for tiles that there are not
+        routed = tl.load(start + own, mask=e >= 0, other=0) + tl.arange(0, WIDTH)
+        inside = routed < tl.load(stop + own, mask=e >= 0, other=0)
         routed = tl.load(order + routed, mask=inside, other=0)
     else:
         token, place = tl.arange(0, WIDTH)[:, None], tl.arange(0, BT)[None, :]
@@ -207,6 +209,9 @@ def few_kernel(
         inside = routed >= 0
         idle = tl.min(tl.where(inside, routed, WIDTH * TOP), 0) != own
         routed = tl.maximum(routed, 0)
+    if EARLY:
+        pdl.wait(PDL)
+        pdl.trigger(PDL)
     if (program >= SHARED * blocks) & idle:
         return
     held = tl.minimum(tl.program_id(0) * BN + tl.arange(0, BN), rows - 1).to(tl.int64)
@@ -250,7 +255,9 @@ def few_kernel(
     )
 
 
-FEW = 16  # tokens up to which tiles are not listed
+FEW, LISTED = 16, 64  # tokens up to which tiles need no lists, and up to which codes are multiplied here
+NARROW = 8  # uses of a tile; 16 where more tokens than that need no lists
+LONG = 2048  # columns of rows that are shorter than long ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +273,22 @@ class Cut:
     warps: int
 
 
+# by bits of a code, 16 for dense weights, and whether rows are long; measured on an H200, see docs/kernels.md. Warps of
+# a program divide slices, of which short rows have one, so that more warps would repeat each other's work
 CUTS = {
     (4, True): Cut(32, 4, 32, 64, 3, 4),
-    (4, False): Cut(64, 1, 16, 64, 3, 4),
+    (4, False): Cut(16, 1, 16, 64, 4, 1),
     (8, True): Cut(32, 4, 32, 64, 3, 4),
-    (8, False): Cut(64, 1, 32, 64, 3, 4),
-    (16, True): Cut(32, 4, 32, 64, 4, 4),
-    (16, False): Cut(64, 1, 32, 64, 4, 4),
+    (8, False): Cut(16, 1, 32, 64, 4, 1),
+    (16, True): Cut(16, 4, 32, 128, 3, 4),
 }
+
+
+def suits(w: Weights, tokens: int) -> bool:
+    """Whether `grouped_few` is the fastest way."""
+    if isinstance(w, Coded):
+        return tokens <= LISTED
+    return tokens <= FEW and w.shape[2] > LONG
 
 
 def grouped_few(
@@ -292,14 +307,14 @@ def grouped_few(
     _, rows, length = w.shape
     on = pdl.supported(x.device)
     bits, stores = (w.bits, stored(w)) if isinstance(w, Coded) else (16, (w, w, w))
-    cut = cut or CUTS[bits, length > 2048]
+    cut = cut or CUTS[bits, length > LONG]
     columns = max(16, min(cut.rows, triton.next_power_of_2(rows)))
     if isinstance(uses, Tiles):
         tokens, top, width = 0, 1, uses.width
         lists, tiles = (uses.expert, uses.order, uses.start, uses.stop), len(uses.expert)
     else:
         (tokens, top), tiles = uses.choice.shape, uses.choice.numel()
-        width, lists = 8 if tokens <= 8 else 16, (uses.choice,) * 4
+        width, lists = NARROW if tokens <= NARROW else FEW, (uses.choice,) * 4
     shared, shared_tiles = 0, 0
     beside, strides = (x, x, out, out), (1, length, 1)
     if also is not None:

@@ -14,18 +14,19 @@ from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
 from inkcap.ops.experts.coded_many import coded_width_of, grouped_coded, stored
 from inkcap.ops.experts.coded_row import coded_chunks, down_row_coded, down_row_joined, up_row_coded
-from inkcap.ops.experts.few import FEW, grouped_few
+from inkcap.ops.experts.few import FEW, NARROW, grouped_few, suits
 from inkcap.ops.experts.group import tiles, width_of
 from inkcap.ops.experts.many import Also, combine_kernel, grouped
 from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up, routed_down, routed_settle, routed_up
 from inkcap.ops.experts.row import down_row, up_row
+from inkcap.ops.experts.strips import in_strips, short
 from inkcap.ops.experts.wide import MANY, fits, wide
 from inkcap.ops.linear.device import chunks
 from inkcap.ops.quantize.coded import Coded, Weights
 from inkcap.ops.sconv.triton import convolve
 from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Routed
 
-TOGETHER = 64  # tokens up to which shared experts share the launches of the routed ones
+TOGETHER = 64  # tokens up to which shared experts share the launches of dense routed ones
 COMBINED = 1024  # channels of a program that sums over experts
 UP, DOWN = (2, 8), (4, 4)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
 # for codes: rows of a program, rows of a program of shared experts, warps; rows, warps. The first and third never swept;
@@ -67,13 +68,18 @@ def up(
     x = rows.tensor()
     shared_out = torch.empty(tokens, shared, columns // 2, dtype=rows.dtype, device=device)
     also = None
-    if shared_w13 is not None and tokens <= TOGETHER:
+    if shared_w13 is not None and together(w13, tokens):
         also = Also(x, shared, shared_w13, route.gammas, shared_out, tokens)
     elif shared_w13 is not None:
         shared_out = swiglu(F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (shared, -1)), route.gammas)
     if tokens:
         products_of(x, w13, route, top_k, out, paired=True, caps=caps, also=also)
     return out, shared_out
+
+
+def together(w: Weights, tokens: int) -> bool:
+    """Whether the shared experts are in the launches of routed ones with weights w."""
+    return tokens <= (FEW if isinstance(w, Coded) else TOGETHER)
 
 
 def products_of(
@@ -89,8 +95,11 @@ def products_of(
 ) -> Tensor:
     """`grouped` for all uses of a routing, with weights of either kind."""
     tokens, number = len(route.choice), route.choice.numel()
-    if tokens <= FEW and isinstance(w, Coded):
-        return grouped_few(x, w, route, share, out, paired=paired, caps=caps, also=also)
+    if tokens <= FEW and not paired and short(w):
+        return in_strips(x, w, route, out, also)
+    if suits(w, tokens):
+        uses = route if tokens <= FEW else tiles(route, len(w), NARROW)
+        return grouped_few(x, w, uses, share, out, paired=paired, caps=caps, also=also)
     if also is None and number > MANY * len(w) and fits(x, w):
         return wide(x, w, route, share, out, paired=paired, caps=caps)
     width = coded_width_of(number, len(w)) if isinstance(w, Coded) else width_of(number, len(w))
@@ -164,7 +173,7 @@ def down(
     products = torch.empty(tokens * top_k, channels, dtype=act.dtype, device=act.device)
     shared, also = products, None
     many = 0  # shared products of a token
-    if shared_act is not None and shared_w2 is not None and tokens <= TOGETHER:
+    if shared_act is not None and shared_w2 is not None and together(w2, tokens):
         many = shared_w2.shape[1]
         shared = torch.empty(tokens * many, channels, dtype=act.dtype, device=act.device)
         also = Also(shared_act, 1, shared_w2.transpose(0, 1), route.gammas, shared, tokens)

@@ -13,7 +13,9 @@ from inkcap.ops import pdl
 from inkcap.ops.sconv.triton import finish, history
 from inkcap.ops.values import Normed
 
-ROWS, LENGTH = 64, 256  # of a tile of weights
+ROWS, MANY_ROWS, LENGTH = 64, 128, 256  # rows of a tile of weights, of a matrix of many rows; columns
+MANY = 1024  # rows of such a matrix
+SUMMED = 64  # elements of a program that sums parts
 SETTLED = 512  # channels of a program that sums parts and convolves
 
 
@@ -117,9 +119,10 @@ def in_parts(x: Tensor, weight: Tensor, norm: Normed | None = None) -> Tensor:
     if norm is not None and norm.squares is not None:
         scale, squares, eps, number = norm.weight, norm.squares, norm.eps, norm.squares.shape[1]
         norm.normed = normed = torch.empty(tokens, length, dtype=weight.dtype, device=x.device)
-    part_kernel[(triton.cdiv(rows, ROWS), len(parts))](
+    tile = MANY_ROWS if rows > MANY else ROWS
+    part_kernel[(triton.cdiv(rows, tile), len(parts))](
         x, weight, parts, scale, squares, normed, eps, tokens, rows, x.stride(0), weight.stride(0),
-        number, triton.next_power_of_2(max(1, number)), length, bk, max(16, triton.next_power_of_2(tokens)), ROWS, on,
+        number, triton.next_power_of_2(max(1, number)), length, bk, max(16, triton.next_power_of_2(tokens)), tile, on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     return parts
@@ -136,7 +139,7 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 parts [P, T, N] to their sum [T, N]."""
     number, tokens, rows = parts.shape
     out, on = torch.empty(tokens, rows, dtype=dtype, device=parts.device), pdl.supported(parts.device)
-    sum_kernel[(triton.cdiv(out.numel(), 512),)](
-        parts, out, out.numel(), number, 512, on, num_warps=4, **pdl.launch(on)
+    sum_kernel[(triton.cdiv(out.numel(), SUMMED),)](
+        parts, out, out.numel(), number, SUMMED, on, num_warps=1, **pdl.launch(on)
     )
     return out

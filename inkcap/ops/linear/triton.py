@@ -120,7 +120,7 @@ def product_triton(rows: Tensor, weight: Tensor) -> Tensor:
     if streams(rows, weight):
         out = torch.empty(1, len(weight), dtype=rows.dtype, device=rows.device)
         return row_product(rows, rows, 0.0, weight, out, normed=False, scale=1.0, cap=None)
-    return sum_parts(in_parts(rows, weight), rows.dtype) if few(rows, weight) else F.linear(rows, weight)
+    return sum_parts(in_parts(rows, weight), rows.dtype) if few(rows, weight, rows.dtype) else F.linear(rows, weight)
 
 
 @settle.implement("triton", when=lambda device: device.type == "cuda")
