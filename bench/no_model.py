@@ -16,6 +16,7 @@ from inkcap.base.log import start_logging
 from inkcap.base.request import EngineInfo
 from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
 from inkcap.cache.group import CacheGroup
+from inkcap.cache.plan import layout_of
 from inkcap.engine.core import Core, Port, build_core
 from inkcap.engine.executor import LocalExecutor, RankFacts
 from inkcap.engine.serving import serve_core
@@ -35,8 +36,9 @@ class NoModel:
         dtype="float32",
         device="cpu",
         stop_ids=[200_006, 199_999],
-        groups=[CacheGroup("full", 64, 1), CacheGroup("window", 64, 1, 512), CacheGroup("sconv", 4, 1, 4, False)],
-        blocks={"full": 20_000, "window": 4_000, "sconv": 8_000},
+        layout=layout_of(
+            [CacheGroup("full", 64, 1), CacheGroup("window", 64, 1, 512), CacheGroup("sconv", 4, 1, 4, False)], 32_000
+        ),
     )
 
     def __init__(self) -> None:

@@ -46,6 +46,7 @@ from inkcap.base.log import start_logging
 from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams, TokenDelta
 from inkcap.base.sampling import TokenRules
 from inkcap.cache.arena import Arena
+from inkcap.cache.plan import groups_of, layout_of
 from inkcap.engine.core import Core, Port, build_core
 from inkcap.engine.executor import DeviceExecutor, LocalExecutor
 from inkcap.engine.local import LocalEngine
@@ -135,7 +136,7 @@ def experts_touched(model: Inkling | Inkling2, batch: int, device: torch.device)
         )
         for group, block in groups.items()
     }
-    planes = Arena(model.states, dict.fromkeys(groups, 2), device).planes
+    planes = Arena(model.states, layout_of(groups_of(model.states), 0).size_bytes, device).planes
     router.function = counted
     try:
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What the scheduler costs, and what fixed pools strand.
+"""What the scheduler costs, and what memory the cache strands.
 
     python bench/sched.py steps      time of plan + apply for 256 running rows on one core, memory per row
     python bench/sched.py stranded   memory idle in one cache group while another refuses work, over a mixed load
@@ -24,7 +24,7 @@ from inkcap.base.config import CacheConfig, SchedConfig
 from inkcap.base.request import GenerateRequest, SamplingParams
 from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
 from inkcap.cache.group import CacheGroup
-from inkcap.cache.plan import Load, plan_memory
+from inkcap.cache.plan import Load, layout_of, plan_memory
 from inkcap.sched.scheduler import Scheduler, build_scheduler
 
 # Inkling in bf16 before sharding: 44 KiB a token in full, 220 MiB a live sequence in window, 8.1 MiB an sconv block
@@ -76,13 +76,14 @@ def full_house(rows: int, prompt: int, steps: int, drafts: int) -> Scheduler:
     """A scheduler with that many different prompts running, all of them decoding."""
     sched = SchedConfig(rows=rows, step_tokens=8192, chunk=2048)
     longest = prompt + (steps + 400) * (1 + drafts)
-    need = {"full": rows * (longest // 64 + 2), "window": rows * 12 + 600, "sconv": rows * 8 + 200}
+    need = {"full": rows * (longest // 64 + 2), "window": rows * 24 + 600, "sconv": rows * 16 + 200}
+    layout = layout_of(GROUPS, 2 * sum(need[group.name] * group.block_bytes for group in GROUPS))
     lag, lookahead = (drafts - 1, drafts) if drafts else (0, 0)
     scheduler = build_scheduler(
         CacheConfig(),
         sched,
         GROUPS,
-        need,
+        layout.pools(),
         stop_ids=(1,),
         max_length=longest,
         drafts=drafts,
@@ -168,20 +169,20 @@ MIXES = [
 
 
 def measure_stranded(mix: Mix, budget_gib: int, rows: int, count: int) -> None:
-    """Run a load that always has requests waiting; in each step, how many bytes are idle while one group refuses.
+    """Run a load that always has requests waiting; in each step, how many bytes are idle while work is refused.
 
-    Idle are the bytes of blocks that no row holds, in groups other than the one that refused. Blocks that hold
-    boundaries which a later request may resume from are idle too: one shared pool could give them away.
+    Idle are the bytes that no row holds, those of boundaries which a later request may resume from among them.
     """
     load = Load(rows=rows, step_tokens=8192, chunk=4096, keep_every=4096)
-    memory = plan_memory(GROUPS, budget_gib << 30, load, max_length=131072)
+    plan = plan_memory(GROUPS, budget_gib << 30, load, max_length=131072)
+    layout = plan.layout
     scheduler = build_scheduler(
         CacheConfig(keep_every=load.keep_every),
         SchedConfig(rows=rows, step_tokens=load.step_tokens, chunk=load.chunk, waiting=count),
         GROUPS,
-        memory.blocks,
+        layout.pools(),
         stop_ids=(1,),
-        max_length=memory.longest,
+        max_length=plan.longest,
     )
     rng = Random(1)
     stem = rng.choices(range(2, VOCABULARY), k=mix.stem)
@@ -190,7 +191,6 @@ def measure_stranded(mix: Mix, budget_gib: int, rows: int, count: int) -> None:
         tokens = stem + rng.choices(range(2, VOCABULARY), k=rng.randint(*prompt))
         scheduler.add(request(str(i), tokens, rng.randint(*reply)))
     manager = scheduler.manager
-    total = sum(p.blocks * g.block_bytes for p, g in zip(manager.pools, manager.groups, strict=True))
     steps = refusing = 0
     stranded: list[float] = []
     flights: deque[StepPlan] = deque()
@@ -208,14 +208,7 @@ def measure_stranded(mix: Mix, budget_gib: int, rows: int, count: int) -> None:
             and _budget_left(plan, load.step_tokens)
         ):
             refusing += 1
-            usage = [p.held / (p.blocks - 1) for p in manager.pools]
-            full = max(range(len(usage)), key=usage.__getitem__)
-            idle = sum(
-                (p.blocks - 1 - p.held) * g.block_bytes
-                for i, (p, g) in enumerate(zip(manager.pools, manager.groups, strict=True))
-                if i != full
-            )
-            stranded.append(idle / total)
+            stranded.append(1.0 - sum(manager.usage.values()))
         else:
             stranded.append(0.0)
         if plan is not None:
@@ -239,7 +232,7 @@ def measure_stranded(mix: Mix, budget_gib: int, rows: int, count: int) -> None:
     }
     report(
         figures,
-        f"{mix.name:<6} {budget_gib} GiB, {rows} rows: a group refuses in {refusing / steps:.1%} of {steps} steps; "
+        f"{mix.name:<6} {budget_gib} GiB, {rows} rows: work is refused in {refusing / steps:.1%} of {steps} steps; "
         f"{while_refusing:.1%} of the memory is idle then, {average:.1%} over all steps; "
         f"{stats.preemptions} preemptions",
     )

@@ -125,7 +125,7 @@ def run(worker: Worker, wanted: list[GenerateRequest], depth: int) -> dict[str, 
         worker.config.cache,
         worker.config.sched,
         worker.groups,
-        worker.memory.blocks,
+        worker.memory.layout.pools(),
         stop_ids=worker.rules.stop,
         max_length=worker.max_length,
     )

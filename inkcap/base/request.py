@@ -94,7 +94,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     family: str
-    cache_groups: dict[str, int]  # blocks per group
+    cache_groups: dict[str, int]  # blocks that each group would have if the whole cache were its own
 
 
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step
@@ -105,7 +105,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     running: int = 0
     waiting: int = 0
-    cache_usage: float = 0.0  # fraction of the fullest group
+    cache_usage: float = 0.0  # part that running sequences hold
     group_usage: dict[str, float] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0

@@ -1,36 +1,36 @@
-"""The tensors behind the cache groups: one byte tensor a group, block-major, and strided views into it for layers."""
+"""The memory behind the cache groups: one byte tensor, seen by each group as an array of its own blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
 from inkcap.base.step import BlockMove
-from inkcap.cache.state import LayerState, Plane
+from inkcap.cache.state import LayerState, Plane, plane_bytes
 from inkcap.ops.blocks.ref import copy_blocks
-
-ALIGNMENT = 16  # bytes: what one vector load takes
 
 
 class Arena:
     """State of all layers on one rank. A block holds the planes of all visits one after another, so it moves as one.
 
-        group storage  | block 0            | block 1            | ...
-        one block      | visit 0: k, v | visit 3: k, v | ...       each plane [block, *shape], padded to 16 bytes
+        memory, as a group sees it | block 0            | block 1            | ...
+        one block                  | visit 0: k, v | visit 3: k, v | ...       each plane [block, *shape], padded
 
-    `blocks` counts block 0, which belongs to nobody. Memory is not cleared: what was never written may hold
-    anything, NaN included, and no reader may depend on it.
+    Groups share `size_bytes`: blocks of different groups lie over one another, and who holds blocks sees to it that a
+    byte is in one held block at a time (see plan.Layout). Block 0 belongs to nobody. Memory is not cleared: what was
+    never written may hold anything, NaN included, and no reader may depend on it.
     """
 
-    def __init__(self, states: Sequence[LayerState], blocks: Mapping[str, int], device: torch.device) -> None:
+    def __init__(self, states: Sequence[LayerState], size_bytes: int, device: torch.device) -> None:
         visits = 1 + max((state.visit for state in states), default=-1)
+        self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.storage: dict[str, Tensor] = {}  # group -> [blocks, bytes of a block] uint8
         self.planes: list[dict[str, tuple[Tensor, ...]]] = [{} for _ in range(visits)]
         for group in dict.fromkeys(state.group for state in states):
             members = sorted((s for s in states if s.group == group), key=lambda s: s.visit)
             size = sum(plane_bytes(plane, state.block) for state in members for plane in state.planes)
-            storage = torch.empty(blocks[group], size, dtype=torch.uint8, device=device)
+            storage = self.memory[: size_bytes // size * size].view(-1, size)
             self.storage[group] = storage
             offset = 0
             for state in members:
@@ -49,12 +49,6 @@ class Arena:
             host = torch.tensor(pairs, pin_memory=storage.is_cuda)  # pinned: the copy is queued, not waited for
             source, target = host.to(storage.device, non_blocking=True).unbind(1)  # [moves] each
             copy_blocks(storage, source, target)
-
-
-def plane_bytes(plane: Plane, block: int) -> int:
-    """Bytes that one block of `plane` takes in the arena, padding included."""
-    size = block * prod(plane.shape) * dtype_of(plane.dtype).itemsize
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def dtype_of(name: str) -> torch.dtype:

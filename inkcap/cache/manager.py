@@ -5,12 +5,14 @@ while a step that still writes to it is in flight: the new owner's writes come l
 step made before or after writes to it again.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from inkcap.base.errors import NotEnoughMemory, SetupError
 from inkcap.base.step import BlockEntry, BlockMove
 from inkcap.cache.group import CacheGroup
-from inkcap.cache.plan import Load, least_blocks
+from inkcap.cache.plan import Load, least_blocks, row_blocks, step_blocks
 from inkcap.cache.pool import Pool
 from inkcap.cache.prefix import GRAIN, Chain, known_grains, resumable
 
@@ -42,16 +44,16 @@ class Holding:
 
 
 class CacheManager:
-    """Pools of all groups, and who holds what. Single-threaded.
+    """Pools of all groups, in the groups' order, and who holds what. Single-threaded.
 
-    `blocks` counts block 0. `lag`: trailing positions whose state a drafter computes again. `lookahead`: tokens after a
+    `lag`: trailing positions whose state a drafter computes again. `lookahead`: tokens after a
     position that its state depends on; a chain of K depths has lag K - 1 and lookahead K, no drafter has 0 and 0.
     """
 
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        blocks: dict[str, int],
+        pools: Sequence[Pool],
         *,
         keep_every: int,
         prefix: bool = True,
@@ -65,7 +67,12 @@ class CacheManager:
             if grain % g.block:
                 raise SetupError(f"cache group {g.name}: a block of {g.block} tokens does not divide {grain}")
         self.groups = tuple(groups)
-        self.pools = tuple(Pool(blocks[g.name]) for g in groups)
+        self.pools = tuple(pools)
+        self._memories = tuple({id(pool.slabs): pool.slabs for pool in pools}.values())
+        self._shared = [sum(other.slabs is pool.slabs for other in pools) > 1 for pool in pools]
+        self.packed = False  # blocks lie as tightly as they can: `clear` was called
+        self._live = 0  # holdings that are not released
+        self._load: Load | None = None  # set by `require`
         self._keep_every = keep_every
         self._prefix = prefix
         self._lag = lag
@@ -87,31 +94,55 @@ class CacheManager:
     @property
     def capacity(self) -> int | None:
         """Tokens of the longest sequence that fits when it is alone; None if no group needs all of them."""
-        return min(((self.pools[i].blocks - 1) * self.groups[i].block for i in self._full), default=None)
+        least = []
+        for memory in self._memories:
+            mine = [i for i, pool in enumerate(self.pools) if pool.slabs is memory]
+            slabs = memory.count
+            if self._load is not None:
+                slabs -= sum(-(-self._least(i) // self.pools[i].least) for i in mine if self.groups[i].window)
+            # tokens of a slab in each full group; each but the first may leave most of its last slab empty
+            tokens = [self.pools[i].least * self.groups[i].block for i in mine if self.groups[i].window is None]
+            if len(tokens) == 1:
+                least.append(slabs * tokens[0])
+            elif tokens:
+                least.append(int((slabs - len(tokens) + 1) / sum(1 / t for t in tokens)))
+        return min(least, default=None)
 
     @property
     def usage(self) -> dict[str, float]:
-        """Fraction of each group's blocks that rows hold; findable blocks that nobody holds do not count."""
-        return {g.name: p.held / max(1, p.blocks - 1) for g, p in zip(self.groups, self.pools, strict=True)}
+        """Part of the memory that each group's held blocks are; findable blocks that nobody holds do not count."""
+        return {g.name: p.held / max(1, p.most) for g, p in zip(self.groups, self.pools, strict=True)}
 
     def require(self, load: Load) -> None:
-        """Raise NotEnoughMemory if one row alone could not run one chunk."""
-        for group, pool in zip(self.groups, self.pools, strict=True):
-            need = 1 if group.window is None else least_blocks(group, load)
-            if pool.blocks - 1 < need:
-                raise NotEnoughMemory(
-                    f"cache group {group.name} has {pool.blocks - 1} blocks; one sequence needs {need} for a chunk of "
-                    f"{min(load.chunk, load.step_tokens)} tokens. Lower sched.chunk or raise cache.memory_bytes."
-                )
+        """What rows and steps may ask for. Raises NotEnoughMemory if one row alone could not run one chunk."""
+        self._load = replace(load, prefix=False)  # the boundary that a row keeps behind it gives way to other rows
+        slabs: Counter[int] = Counter()
+        for i, pool in enumerate(self.pools):
+            slabs[id(pool.slabs)] += -(-self._least(i) // pool.least) if pool.least else 1
+        if any(slabs[id(memory)] > memory.count for memory in self._memories):
+            most = ", ".join(
+                f"{pool.most} of {group.name}" for group, pool in zip(self.groups, self.pools, strict=True)
+            )
+            need = ", ".join(f"{self._least(i)} of {group.name}" for i, group in enumerate(self.groups))
+            raise NotEnoughMemory(
+                f"the cache holds at most these blocks: {most}; one sequence needs together {need} for a chunk of "
+                f"{min(load.chunk, load.step_tokens)} tokens. Lower sched.chunk or raise cache.memory_bytes."
+            )
 
     def admissible(self, holding: Holding, others: Iterable[Holding]) -> bool:
-        """Whether all known tokens of a sequence fit now, beside what `others` will take for theirs."""
+        """Whether all known tokens of a sequence fit now, beside what `others` will take for theirs and live windows.
+
+        `others` are the running rows with history to catch up. Every live holding gets what its windows may need.
+        """
         held = [holding, *others]
-        for i in self._full:
-            block = self.groups[i].block
-            if sum(-(-len(h.tokens) // block) - len(h.tables[i]) for h in held) > self.pools[i].available:
-                return False
-        return True
+        wanted = []
+        for i, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            if group.window is None:
+                wanted.append((i, sum(-(-len(h.tokens) // group.block) - len(h.tables[i]) for h in held)))
+            elif self._shared[i] and self._load is not None:
+                many = self._live * row_blocks(group, self._load) + step_blocks(group, self._load, len(held))
+                wanted.append((i, (many if self._live > 1 else self._least(i)) - pool.held))
+        return self._claim(wanted)
 
     # -- the five verbs
 
@@ -127,6 +158,7 @@ class CacheManager:
         end is a boundary worth keeping. `reuse=False` finds nothing, but what the sequence computes can be found.
         """
         if chain is None:
+            self._live += 1
             return Holding(tokens, None, 0, len(self.groups))
         chain.extend(tokens)
         grain = self._grain
@@ -142,6 +174,7 @@ class CacheManager:
                     if holding is not None:
                         break
         if holding is None:
+            self._live += 1
             holding = Holding(tokens, chain, 0, len(self.groups))
         # the prompt's end, and where it parts from another one that got further than this one could resume
         holding.edges = {(prompt - self._lookahead) // grain * grain, known * grain}
@@ -151,6 +184,7 @@ class CacheManager:
     def _take_over(self, tokens: list[int], chain: Chain, start: int) -> Holding | None:
         """Hold what is needed to go on from `start`; None if there is no block left for a copy."""
         holding = Holding(tokens, chain, start, len(self.groups))
+        self._live += 1
         copied: list[tuple[int, int]] = []
         for i, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             table = holding.tables[i]
@@ -160,7 +194,7 @@ class CacheManager:
             if start % group.block:
                 copied.append((i, start // group.block))
             holding.rooms[i] = -(-start // group.block) * group.block
-        if any(self.pools[i].available == 0 for i, _ in copied):
+        if not self._claim([(i, 1) for i, _ in copied]):
             self.release(holding)
             return None
         for i, index in copied:
@@ -183,7 +217,7 @@ class CacheManager:
         """
         if stop <= holding.room:
             return True
-        wanted: list[tuple[int, Iterable[int]]] = []
+        wanted: list[tuple[int, range | list[int]]] = []
         for i, room in enumerate(holding.rooms):
             if stop <= room:
                 continue
@@ -197,11 +231,13 @@ class CacheManager:
                 group = self.groups[i]
                 spans = self._step_spans(holding, group, start, stop, earliest_next)
                 missing = group.blocks([(max(lo, room), hi) for lo, hi in spans if hi > room])
-            if len(missing) > self.pools[i].available:
-                self._drop_unreachable(holding, i, keep_end=False)
-                if len(missing) > self.pools[i].available:
-                    return False
             wanted.append((i, missing))
+        counts = [(i, len(missing)) for i, missing in wanted]
+        if not self._claim(counts):
+            for i in self._windowed:
+                self._drop_unreachable(holding, i, keep_end=False)
+            if not self._claim(counts):
+                return False
         for i, missing in wanted:
             take, table, entries = self.pools[i].take, holding.tables[i], self._entries[i]
             for index in missing:
@@ -250,6 +286,23 @@ class CacheManager:
             table.clear()
         holding.row = -1
         holding.room = 0
+        self._live -= 1
+        if ended and not self._live and self.packed:
+            self._pack(False)
+
+    def clear(self) -> None:
+        """Forget all that nobody holds, and pack blocks tightly until a sequence ends and nothing is held.
+
+        For a sequence that does not fit although it is alone, since blocks that are kept lie scattered over slabs.
+        """
+        self._pack(True)
+        for pool in self.pools:
+            pool.forget([block for block in pool.keys if block not in pool.holders])
+
+    def _pack(self, packed: bool) -> None:
+        self.packed = packed
+        for memory in self._memories:
+            memory.eager = not packed
 
     # -- what ranks must be told
 
@@ -267,6 +320,24 @@ class CacheManager:
         return entries, moves
 
     # -- inside
+
+    def _claim(self, wanted: Iterable[tuple[int, int]]) -> bool:
+        """Whether (group, blocks) can all be taken now. If so the slabs for it are promised to the calls of `take`."""
+        pools, fits = self.pools, True
+        for memory in self._memories:
+            memory.promised = 0
+        for i, blocks in wanted:
+            pool = pools[i]
+            if needed := pool.needed(blocks):
+                memory = pool.slabs
+                memory.promised += needed
+                fits = fits and memory.promised <= len(memory.spare)
+        return fits
+
+    def _least(self, i: int) -> int:
+        """Blocks without which one row alone could not run one chunk."""
+        assert self._load is not None, "nothing is required yet"
+        return 1 if self.groups[i].window is None else least_blocks(self.groups[i], self._load)
 
     def _step_spans(
         self, holding: Holding, group: CacheGroup, start: int, stop: int, earliest_next: int
@@ -330,8 +401,8 @@ class CacheManager:
             self.pools[i].drop(table.pop(index))
 
     def _set_kept(self, holding: Holding) -> None:
-        """What the last settled boundary reads of windowed groups."""
-        for i in self._windowed:
+        """What the last settled boundary reads of windowed groups; nothing of it is kept where blocks are packed."""
+        for i in () if self.packed else self._windowed:
             group = self.groups[i]
             low = group.first_needed(holding.settled - self._lag) // group.block
             # a whole number: boundaries are multiples of every block

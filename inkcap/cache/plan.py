@@ -1,18 +1,18 @@
-"""From what the layers keep and a budget in bytes to blocks per group. Made once, at start, and printed."""
+"""From what the layers keep and a budget in bytes to the slabs that groups share. Made once, at start, and printed."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from itertools import pairwise
 
 from inkcap.base.errors import NotEnoughMemory, SetupError
 from inkcap.cache.group import CacheGroup
+from inkcap.cache.pool import Pool, Slabs
 from inkcap.cache.prefix import GRAIN
-from inkcap.cache.state import LayerState
+from inkcap.cache.state import LayerState, plane_bytes
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1}
-# Of what live rows leave over, the part for window and sconv blocks of kept boundaries. Small, because blocks planned
-# for rows that are not live hold boundaries too.
-KEPT_SHARE = 0.125
+# About as many slabs is a memory cut into. Many, because a slab is one group's until the last of its blocks is let go:
+# with 256, rows of 30 to 120K tokens left 29 % of 60 GiB idle, with 1024 less than 11 % (bench/sched.py stranded).
+SLABS = 1024
 STEPS_AHEAD = 2  # a step may be planned while another runs, so blocks of two steps are out at once
 
 
@@ -24,7 +24,7 @@ def groups_of(states: Iterable[LayerState]) -> list[CacheGroup]:
     """
     groups: dict[str, CacheGroup] = {}
     for state in states:
-        block_bytes = sum(state.block * prod(plane.shape) * ITEM_BYTES[plane.dtype] for plane in state.planes)
+        block_bytes = sum(plane_bytes(plane, state.block) for plane in state.planes)
         mine = CacheGroup(state.group, state.block, block_bytes, state.window, state.reads_own_step)
         known = groups.get(state.group)
         if known is None:
@@ -78,125 +78,175 @@ def least_blocks(group: CacheGroup, load: Load) -> int:
     return touched(reach, group.block) + tail + edges * boundary_blocks(group, load.lag)
 
 
-def live_blocks(group: CacheGroup, load: Load) -> int:
-    """Blocks of a windowed group with which `rows` rows never wait for one another."""
+def row_blocks(group: CacheGroup, load: Load) -> int:
+    """Blocks of a windowed group that a decoding row may hold."""
     assert group.window is not None, f"group {group.name} is not windowed"
     reach = group.window - 1 + 2 * load.lag + STEPS_AHEAD * (1 + load.drafts)
-    row = touched(reach + (GRAIN if load.prefix and group.reads_own_step else 0), group.block)
-    boundary = boundary_blocks(group, load.lag)
     if group.reads_own_step:
-        step = -(-load.step_tokens // group.block)
-    else:
-        row += boundary * (2 if load.prefix else 1)  # a prompt's end, and the last boundary behind the row
-        step = load.step_tokens // load.keep_every * boundary
-    return max(load.rows * row + STEPS_AHEAD * step, least_blocks(group, load))
+        return touched(reach + (GRAIN if load.prefix else 0), group.block)
+    # besides, a prompt's end, and the last boundary behind the row
+    return touched(reach, group.block) + boundary_blocks(group, load.lag) * (2 if load.prefix else 1)
+
+
+def step_blocks(group: CacheGroup, load: Load, filling: int) -> int:
+    """Blocks of a windowed group that history of `filling` rows takes until the steps which run it are done."""
+    tokens = min(load.step_tokens, filling * load.chunk)
+    if group.reads_own_step:
+        return STEPS_AHEAD * -(-tokens // group.block)
+    return STEPS_AHEAD * (tokens // load.keep_every * boundary_blocks(group, load.lag))
+
+
+def live_blocks(group: CacheGroup, load: Load) -> int:
+    """Blocks of a windowed group with which `rows` rows never wait for one another."""
+    return max(load.rows * row_blocks(group, load) + step_blocks(group, load, load.rows), least_blocks(group, load))
 
 
 @dataclass(frozen=True)
-class GroupShare:
-    """One group's part of the budget. `live` and `kept` are blocks; block 0 comes on top of both."""
+class Layout:
+    """How one memory is cut. Every group sees all of it as an array of its own blocks; a slab is one group's at a time.
 
-    group: CacheGroup
-    live: int  # for running rows
-    kept: int  # for boundaries that later requests resume from
+    memory   | block 0 of every group | slab 0 | slab 1 | ...
+    """
+
+    groups: tuple[CacheGroup, ...]
+    slab_bytes: int
+    slabs: int
 
     @property
-    def blocks(self) -> int:
-        """First dimension of the group's arena."""
-        return self.live + self.kept + 1
+    def first(self) -> int:
+        """Bytes before slab 0."""
+        return max((group.block_bytes for group in self.groups), default=0)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on one rank."""
-        return self.blocks * self.group.block_bytes
+        """Bytes of all of it."""
+        return self.first + self.slabs * self.slab_bytes
+
+    def cuts(self, group: CacheGroup) -> list[range]:
+        """The blocks of a group that lie whole in each slab."""
+        size = group.block_bytes
+        edges = [self.first + n * self.slab_bytes for n in range(self.slabs + 1)]
+        return [range(-(-low // size), high // size) for low, high in pairwise(edges)]
+
+    def most(self, group: CacheGroup) -> int:
+        """Blocks that a group would have if the whole memory were its own."""
+        return sum(map(len, self.cuts(group)))
+
+    def least(self, group: CacheGroup) -> int:
+        """Blocks of a group that a slab has at least."""
+        return min(map(len, self.cuts(group)), default=0)
+
+    def slabs_for(self, group: CacheGroup, blocks: int) -> int:
+        """Slabs that hold that many blocks of a group."""
+        return -(-blocks // self.least(group)) if self.slabs else blocks
+
+    def pools(self) -> list[Pool]:
+        """The pools of the groups, nothing held."""
+        slabs = Slabs(self.slabs)
+        return [Pool(slabs, self.cuts(group)) for group in self.groups]
+
+
+def layout_of(groups: Sequence[CacheGroup], size_bytes: int) -> Layout:
+    """Cut a memory of that size, or a little less, so that the largest blocks fit without a rest."""
+    largest = max((group.block_bytes for group in groups), default=1)
+    narrow = (
+        1 if len(groups) == 1 else 2
+    )  # a stretch twice as long as a block has a whole one in it, wherever it begins
+    slab = max(narrow, size_bytes // (SLABS * largest)) * largest
+    return Layout(tuple(groups), slab, max(0, size_bytes - largest) // slab)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a budget becomes blocks. `str()` of it is the table that `inkcap plan` prints."""
+    """How a budget is laid out. `str()` of it is the table that `inkcap plan` prints."""
 
-    shares: tuple[GroupShare, ...]
+    layout: Layout
     budget_bytes: int
-    rows: int
+    load: Load
     max_length: int  # as asked for; `longest` says what fits
 
     @property
-    def blocks(self) -> dict[str, int]:
-        """Blocks per group, block 0 included."""
-        return {share.group.name: share.blocks for share in self.shares}
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The groups that share it."""
+        return self.layout.groups
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all groups on one rank."""
-        return sum(share.size_bytes for share in self.shares)
+        """Bytes on one rank."""
+        return self.layout.size_bytes
 
     @property
-    def context_tokens(self) -> int | None:
-        """Tokens of full context over all sequences; None if no layer reads all of them."""
-        return min((s.live * s.group.block for s in self.shares if s.group.window is None), default=None)
+    def blocks(self) -> dict[str, int]:
+        """Blocks that each group would have if the whole memory were its own."""
+        return {group.name: self.layout.most(group) for group in self.groups}
+
+    def context_tokens(self, rows: int) -> int | None:
+        """Tokens of full context over all of `rows` running sequences; None if no layer reads all of them."""
+        slabs = self.layout.slabs
+        for group in self.groups:
+            if group.window is not None:
+                load = replace(self.load, rows=rows)
+                blocks = least_blocks(group, load) if rows == 1 else live_blocks(group, load)
+                slabs -= self.layout.slabs_for(group, blocks)
+        full = [self.layout.least(group) * group.block for group in self.groups if group.window is None]
+        if not full:
+            return None
+        # each group but the first may leave most of its last slab empty
+        return max(0, int((slabs - len(full) + 1) / sum(1 / tokens for tokens in full if tokens)))
 
     @property
     def longest(self) -> int:
         """The longest single sequence that fits, at most `max_length`: lower the latter to it, or refuse."""
-        tokens = self.context_tokens
+        tokens = self.context_tokens(1)
         return self.max_length if tokens is None else min(self.max_length, tokens)
 
     def __str__(self) -> str:
-        lines = [f"{'group':<10} {'window':>8} {'block':>6} {'blocks':>9} {'tokens':>11} {'kept':>9} {'MiB':>10}"]
-        for share in self.shares:
-            group = share.group
+        row = f"{self.load.rows} rows, MiB"
+        lines = [f"{'group':<10} {'window':>8} {'block':>6} {'block, KiB':>11} {'most blocks':>12} {row:>14}"]
+        for group, most in zip(self.groups, self.blocks.values(), strict=True):
             window = "all" if group.window is None else str(group.window)
+            live = "" if group.window is None else f"{live_blocks(group, self.load) * group.block_bytes / 2**20:.1f}"
             lines.append(
-                f"{group.name:<10} {window:>8} {group.block:>6} {share.blocks:>9} {share.blocks * group.block:>11} "
-                f"{share.kept:>9} {share.size_bytes / 2**20:>10.1f}"
+                f"{group.name:<10} {window:>8} {group.block:>6} {group.block_bytes / 2**10:>11.1f} {most:>12} "
+                f"{live:>14}"
             )
-        lines.append(f"{self.size_bytes / 2**20:.1f} MiB of {self.budget_bytes / 2**20:.1f} MiB per rank are used")
-        if self.context_tokens is not None:
-            lines.append(
-                f"{self.context_tokens} tokens of full context fit, over at most {self.rows} sequences at once"
-            )
+        layout = self.layout
+        lines.append(
+            f"{self.size_bytes / 2**20:.1f} MiB of {self.budget_bytes / 2**20:.1f} MiB per rank are used: "
+            f"{layout.slabs} slabs of {layout.slab_bytes / 2**20:.2f} MiB, which the groups share"
+        )
+        fits = {n: self.context_tokens(n) for n in sorted({1, self.load.rows})}
+        lines += [f"with {n} running, {tokens} tokens of full context fit" for n, tokens in fits.items() if tokens]
         short = "" if self.longest == self.max_length else f" ({self.max_length} do not fit)"
         lines.append(f"the longest single sequence has {self.longest} tokens{short}")
         return "\n".join(lines)
 
 
-def plan_memory(
-    groups: Sequence[CacheGroup], budget_bytes: int, load: Load, *, max_length: int, prefix: bool = True
-) -> MemoryPlan:
-    """Divide the budget: what live rows need in windowed groups, then full context, then a share for boundaries.
+def plan_memory(groups: Sequence[CacheGroup], budget_bytes: int, load: Load, *, max_length: int) -> MemoryPlan:
+    """Lay out the budget, or as much of it as could ever be used if prefixes are not kept.
 
-    Raises NotEnoughMemory if the live rows and one block of full context each do not fit. A `max_length` that does not
-    fit is no error here: see MemoryPlan.longest.
+    Raises NotEnoughMemory if one row alone could not run. Whether all `load.rows` can run at once depends on their
+    lengths. A `max_length` that does not fit is no error here: see MemoryPlan.longest.
     """
-    full = [g for g in groups if g.window is None]
-    windowed = [g for g in groups if g.window is not None]
-    load = replace(load, prefix=prefix)
-    live = {g.name: live_blocks(g, load) for g in windowed}
-    live_bytes = sum(g.block_bytes * (live[g.name] + 1) for g in windowed)
-    need = live_bytes + sum(g.block_bytes * (load.rows + 1) for g in full)
-    if need > budget_bytes:
-        raise NotEnoughMemory(
-            f"the cache needs at least {need / 2**20:.1f} MiB for sched.rows = {load.rows} and sched.step_tokens = "
-            f"{load.step_tokens}; the budget is {budget_bytes / 2**20:.1f} MiB. "
-            f"Lower sched.rows or sched.step_tokens, or raise cache.memory_bytes."
+    size = budget_bytes
+    if not load.prefix:
+        most = sum(
+            group.block_bytes
+            * (load.rows * -(-max_length // group.block) if group.window is None else live_blocks(group, load))
+            for group in groups
         )
-    rest = budget_bytes - live_bytes - sum(g.block_bytes for g in full)
-    token_bytes = sum(g.block_bytes / g.block for g in full)
-    boundary_bytes = sum(g.block_bytes * boundary_blocks(g, load.lag) for g in windowed)
-    tokens = 0
-    if full:
-        share = rest * (1 - KEPT_SHARE) if prefix and boundary_bytes else rest
-        # never less than a block a row: the share for boundaries gives way first
-        tokens = max(int(share / token_bytes), load.rows * max(g.block for g in full))
-        if not prefix:
-            tokens = min(tokens, load.rows * max_length)
-    contexts = {g.name: max(tokens // g.block, load.rows) for g in full}
-    rest -= sum(g.block_bytes * contexts[g.name] for g in full)
-    kept = max(0, rest) // boundary_bytes if prefix and boundary_bytes else 0
-    shares = [
-        GroupShare(g, contexts[g.name], 0)
-        if g.window is None
-        else GroupShare(g, live[g.name], kept * boundary_blocks(g, load.lag))
-        for g in groups
-    ]
-    return MemoryPlan(tuple(shares), budget_bytes, load.rows, max_length)
+        # part of a slab is lost in each group
+        size = min(budget_bytes, most + most * 2 * len(groups) // SLABS + 4 * sum(g.block_bytes for g in groups))
+    plan = MemoryPlan(layout_of(groups, size), budget_bytes, load, max_length)
+    layout = plan.layout
+    need = sum(
+        layout.slabs_for(group, 1 if group.window is None else least_blocks(group, load)) if layout.least(group) else 1
+        for group in groups
+    )
+    if need > layout.slabs:
+        raise NotEnoughMemory(
+            f"the cache needs at least {(layout.first + need * layout.slab_bytes) / 2**20:.1f} MiB for one sequence in "
+            f"steps of {min(load.chunk, load.step_tokens)} tokens; the budget is {budget_bytes / 2**20:.1f} MiB. "
+            f"Lower sched.chunk or sched.step_tokens, or raise cache.memory_bytes."
+        )
+    return plan

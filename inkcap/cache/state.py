@@ -1,6 +1,10 @@
 """What one visit of one layer keeps between steps, as declared by a model. No torch: dtypes are names."""
 
 from dataclasses import dataclass
+from math import prod
+
+ALIGNMENT = 16  # bytes: what one vector load takes
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -22,3 +26,9 @@ class LayerState:
     window: int | None  # tokens, the token itself included; None: everything before it
     block: int  # tokens in one block
     reads_own_step: bool
+
+
+def plane_bytes(plane: Plane, block: int) -> int:
+    """Bytes that one block of `plane` takes in the arena, padding included."""
+    size = block * prod(plane.shape) * ITEM_BYTES[plane.dtype]
+    return -(-size // ALIGNMENT) * ALIGNMENT

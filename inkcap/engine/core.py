@@ -130,8 +130,8 @@ def build_core(config: EngineConfig, port: Port, executor: Executor, facts: Rank
         scheduler = build_scheduler(
             config.cache,
             sched,
-            facts.groups,
-            facts.blocks,
+            facts.layout.groups,
+            facts.layout.pools(),
             stop_ids=tuple(facts.stop_ids),
             max_length=facts.max_length,
         )
@@ -146,7 +146,7 @@ def build_core(config: EngineConfig, port: Port, executor: Executor, facts: Rank
         dtype=facts.dtype,
         device=facts.device,
         family=facts.family,
-        cache_groups=facts.blocks,
+        cache_groups={group.name: facts.layout.most(group) for group in facts.layout.groups},
     )
     logger.info(
         "ready: %s, %s on %s, %d ranks, %d tokens of context, cache blocks %s",

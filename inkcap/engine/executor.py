@@ -17,7 +17,7 @@ from msgspec import Struct
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import EngineFault
 from inkcap.base.step import StepPlan, StepResult
-from inkcap.cache.group import CacheGroup
+from inkcap.cache.plan import Layout
 from inkcap.engine.child import Child
 from inkcap.engine.wire import raised, sent
 
@@ -31,8 +31,7 @@ class RankFacts(Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     stop_ids: list[int]  # that end a sequence unless it ignores them
-    groups: list[CacheGroup]
-    blocks: dict[str, int]  # per group
+    layout: Layout  # of the cache
 
 
 class Runs(Protocol):

@@ -23,8 +23,7 @@ class Rank:
             dtype=worker.dtype,
             device=worker.device.type,
             stop_ids=list(worker.rules.stop),
-            groups=worker.groups,
-            blocks=worker.memory.blocks,
+            layout=worker.memory.layout,
         )
         self.run = worker.run
         self.launch = worker.launch

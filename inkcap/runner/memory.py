@@ -9,7 +9,7 @@ from inkcap.base.config import EngineConfig
 from inkcap.base.errors import NotEnoughMemory
 from inkcap.base.log import logger
 from inkcap.cache.arena import Arena
-from inkcap.cache.plan import Load, MemoryPlan, groups_of, plan_memory
+from inkcap.cache.plan import Load, MemoryPlan, groups_of, layout_of, plan_memory
 from inkcap.layers.batch import Batch
 from inkcap.models.base import Model
 from inkcap.ops.values import GroupView, Packing
@@ -24,18 +24,19 @@ SLACK = 1.1  # on the measured peak of a step: allocations of other sizes leave 
 
 
 def plan_for(config: EngineConfig, model: Model, budget_bytes: int) -> MemoryPlan:
-    """Blocks for `model` within `budget_bytes` a rank.
+    """The cache of `model` within `budget_bytes` a rank.
 
-    Raises NotEnoughMemory if running rows do not fit, or not the longest sequence that the configuration asks for.
+    Raises NotEnoughMemory if no row could run, or not the longest sequence that the configuration asks for.
     """
     load = Load(
         rows=config.sched.rows,
         step_tokens=config.sched.step_tokens,
         chunk=config.sched.chunk,
         keep_every=config.cache.keep_every,
+        prefix=config.cache.prefix,
     )
     most = min(model.max_length, config.model.max_length or model.max_length)
-    plan = plan_memory(groups_of(model.states), budget_bytes, load, max_length=most, prefix=config.cache.prefix)
+    plan = plan_memory(groups_of(model.states), budget_bytes, load, max_length=most)
     if config.model.max_length is not None and plan.longest < most:
         raise NotEnoughMemory(
             f"a sequence of model.max_length = {most} tokens does not fit the cache, which holds {plan.longest} tokens "
@@ -110,7 +111,7 @@ def measure_step(config: EngineConfig, model: Model, device: torch.device) -> in
         )
         for group in groups
     }
-    arena = Arena(model.states, {group.name: 2 for group in groups}, device)
+    arena = Arena(model.states, layout_of(groups, 0).size_bytes, device)  # block 0
     own = torch.cuda.memory_allocated(device) - before
     sampled = torch.arange(min(most, config.sched.rows), device=device)
     hidden = model.forward(Batch(torch.zeros_like(positions), packing, sampled, views, arena.planes))

@@ -114,9 +114,9 @@ class Worker:
         step_bytes = measure_step(config, model, self.device) if gpu else 0
         # groups, blocks and limits
         self.memory = plan_for(config, model, budget(config, comm, self.device, step_bytes))
-        self.groups = [share.group for share in self.memory.shares]
+        self.groups = list(self.memory.groups)
         self.max_length = self.memory.longest  # tokens
-        self.arena = Arena(model.states, self.memory.blocks, self.device)
+        self.arena = Arena(model.states, self.memory.size_bytes, self.device)
         sizes = {group.name: group.block for group in self.groups}
         # what graphs have captured must not move, so on a GPU rows have their full length at once
         room = {"capacity": self.max_length + 1, "spare": 1} if gpu else {}

@@ -26,6 +26,7 @@ from inkcap.base.step import Chunk, Continue, RowResult, RowSetup, StepPlan, Ste
 from inkcap.cache.group import CacheGroup
 from inkcap.cache.manager import CacheManager, Holding
 from inkcap.cache.plan import Load
+from inkcap.cache.pool import Pool
 from inkcap.sched.queue import WaitingQueue
 from inkcap.sched.sequence import Sequence, Status
 
@@ -42,8 +43,8 @@ Flight = tuple[int, list[Chunk | Continue], list[Sequence], list[Holding | None]
 def build_scheduler(
     cache: CacheConfig,
     sched: SchedConfig,
-    groups: list[CacheGroup],
-    blocks: dict[str, int],
+    groups: Iterable[CacheGroup],
+    pools: Iterable[Pool],
     *,
     stop_ids: tuple[int, ...],
     max_length: int,
@@ -51,12 +52,12 @@ def build_scheduler(
     lag: int = 0,
     lookahead: int = 0,
 ) -> "Scheduler":
-    """A scheduler with its cache. `blocks` per group as in the arena, block 0 included; see plan.MemoryPlan.blocks.
+    """A scheduler with its cache. One pool a group; see plan.Layout.pools.
 
     Raises NotEnoughMemory if one row alone could not run, ConfigInvalid for values that fit no step.
     """
     manager = CacheManager(
-        groups, blocks, keep_every=cache.keep_every, prefix=cache.prefix, lag=lag, lookahead=lookahead
+        tuple(groups), tuple(pools), keep_every=cache.keep_every, prefix=cache.prefix, lag=lag, lookahead=lookahead
     )
     manager.require(
         Load(
@@ -175,7 +176,7 @@ class Scheduler:
         return EngineStats(
             running=len(self._filling) + len(self._decoding),
             waiting=len(self._waiting),
-            cache_usage=max(usage.values(), default=0.0),
+            cache_usage=sum(usage.values()),
             group_usage=usage,
             prompt_tokens=count["prompt_tokens"],
             cached_prompt_tokens=count["cached_prompt_tokens"],
@@ -298,7 +299,10 @@ class Scheduler:
             others: Iterable[Holding] = (s.holding for s in self._filling if s.holding is not None)
             if not (self.manager.admissible(holding, others) and self.manager.reserve(holding, start, stop, stop)):
                 self.manager.release(holding)
-                break
+                if self._filling or self._decoding or self.manager.packed:
+                    break
+                self.manager.clear()
+                continue
             self._waiting.remove(seq)
             row = self._free_rows.pop()
             seq.start(row, holding)
@@ -353,6 +357,9 @@ class Scheduler:
             victim = max(chain(self._filling[-1:], self._decoding[-1:]), key=_by_order)
             self._preempt(victim)
             if victim is seq:
+                if not (self._filling or self._decoding):
+                    self.manager.clear()
+                    self._pressed = False  # it comes back in this very plan
                 return False
         return True
 

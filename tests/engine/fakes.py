@@ -14,6 +14,7 @@ from inkcap.base.config import EngineConfig
 from inkcap.base.errors import CheckpointMismatch
 from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
 from inkcap.cache.group import CacheGroup
+from inkcap.cache.plan import layout_of
 from inkcap.engine.core import build_core
 from inkcap.engine.executor import LocalExecutor, ProcessExecutor, RankFacts
 from inkcap.engine.serving import serve_core, serve_rank
@@ -67,8 +68,7 @@ class FakeRank:
             dtype="float32",
             device="cpu",
             stop_ids=[0],
-            groups=[CacheGroup("full", 64, 1)],
-            blocks={"full": blocks},
+            layout=layout_of([CacheGroup("full", 64, 1)], blocks),
         )
 
     def launch(self, plan: StepPlan) -> Begun:

@@ -212,7 +212,7 @@ def test_a_failing_step_ends_every_open_request_with_its_reason():
     [
         ('{"setup": "mismatch"}', CheckpointMismatch, "the demo checkpoint lacks 3 tensors"),
         ('{"setup": "bug"}', EngineFault, "KeyError: 'surprise'"),
-        ('{"blocks": 1}', None, "cache group full has 0 blocks"),
+        ('{"blocks": 1}', None, "0 of full"),
     ],
 )
 def test_an_engine_that_cannot_start_says_why(behaviour, kind, message):

@@ -19,11 +19,11 @@ from inkcap.engine.requests import child_seed, expand
 from inkcap.models.inkling2.demo import DemoShape, write
 
 FAMILIES = {  # bytes of cache in which four rows do not have the room they want; tolerance of log-probabilities
-    "inkling": (760_000, 1e-5),
+    "inkling": (575_000, 1e-5),
     # Has every kind of layer of inkling2, and the loop, which passes rounding on from pass to pass. 1e-5 cannot be had
     # in fp32: with all else in float64 (where whole prompts and single tokens agree to 5e-14), rounding nothing but the
     # embeddings moves log-probabilities by up to 6e-6, and fp32 runs are 2.5e-5 to 3.5e-5 off, exact products or not.
-    "inkling2-mini": (1_030_000, 1e-4),
+    "inkling2-mini": (900_000, 1e-4),
 }
 ANSWER = 24  # tokens
 ids = random.Random(7)
@@ -164,15 +164,15 @@ def test_after_a_prefix_hit(checkpoint, alone, tolerance):
 
 def test_after_preemption(family, checkpoint, alone, tolerance):
     # penalties: what was generated before a preemption must not count as prompt after it
-    wish = SamplingParams(max_tokens=90, logprobs=2, frequency_penalty=0.4, presence_penalty=0.4)
+    wish = SamplingParams(max_tokens=300, logprobs=2, frequency_penalty=0.4, presence_penalty=0.4)
     with offline(checkpoint, memory_bytes=FAMILIES[family][0], rows=4, step_tokens=64, chunk=64) as llm:
-        fill = [([i, *SHARED[:60]], replace(wish, seed=200 + i)) for i in range(4)]
+        fill = [([i], replace(wish, seed=200 + i)) for i in range(4)]  # let in for little, they grow to five blocks
         results = ask(llm, [*REQUESTS, *fill])
         assert llm.stats().preemptions > 0
         check(results[: len(REQUESTS)], alone, tolerance)
-        squeezed = results[len(REQUESTS) :]
+        squeezed = results[-2:]  # the youngest
     with offline(checkpoint, prefix=False) as llm:
-        for request, result in zip(fill, squeezed, strict=True):
+        for request, result in zip(fill[-2:], squeezed, strict=True):
             same(result.outputs[0], ask(llm, [request])[0].outputs[0], tolerance)
 
 

@@ -7,13 +7,14 @@ from inkcap.base.step import BlockEntry, BlockMove
 from inkcap.cache.group import CacheGroup
 from inkcap.cache.manager import CacheManager, Holding
 from inkcap.cache.plan import Load
+from inkcap.cache.pool import Pool
 
 GROUPS = (CacheGroup("full", 64, 1), CacheGroup("window", 64, 1, 128), CacheGroup("sconv", 4, 1, 4, False))
 
 
 def manager(full: int = 32, window: int = 32, sconv: int = 64, **more) -> CacheManager:
-    blocks = {"full": full, "window": window, "sconv": sconv}
-    return CacheManager(GROUPS, blocks, **{"keep_every": 256, **more})
+    pools = [Pool.alone(blocks) for blocks in (full, window, sconv)]
+    return CacheManager(GROUPS, pools, **{"keep_every": 256, **more})
 
 
 def run(cache: CacheManager, tokens: list[int], salt: str = "", prompt: int | None = None) -> Holding:
@@ -228,7 +229,7 @@ def test_limits_of_the_configuration_are_checked() -> None:
         manager(keep_every=100)
     load = Load(rows=1, step_tokens=512, chunk=512, keep_every=256)
     manager().require(load)
-    with pytest.raises(NotEnoughMemory, match="window has 5 blocks; one sequence needs 11"):
+    with pytest.raises(NotEnoughMemory, match=r"5 of window, .*11 of window"):
         manager(window=6).require(load)
     assert manager(full=11).capacity == 640
 

@@ -1,12 +1,14 @@
 """A budget in bytes becomes blocks: what is promised fits, and what does not fit is named."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inkcap.base.errors import NotEnoughMemory, SetupError
 from inkcap.cache.group import CacheGroup
-from inkcap.cache.plan import Load, groups_of, least_blocks, live_blocks, plan_memory, touched
+from inkcap.cache.plan import SLABS, Load, groups_of, layout_of, least_blocks, live_blocks, plan_memory, touched
 from inkcap.cache.state import LayerState, Plane
 
 FULL = CacheGroup("full", 64, 64 * 1024)
@@ -40,31 +42,44 @@ def test_a_block_that_does_not_divide_the_grain_is_refused() -> None:
 
 def test_the_plan_stays_within_its_budget_and_reserves_block_zero() -> None:
     plan = plan_memory([FULL, WINDOW, SCONV], 64 << 20, LOAD, max_length=4096)
-    assert plan.size_bytes <= 64 << 20
-    assert plan.size_bytes > 0.97 * (64 << 20)  # and uses it
-    for share in plan.shares:
-        assert share.blocks == share.live + share.kept + 1
-    assert plan.blocks["window"] > live_blocks(WINDOW, LOAD)
+    assert 0.97 * (64 << 20) < plan.size_bytes <= 64 << 20
+    for group in plan.groups:
+        assert min(cut.start for cut in plan.layout.cuts(group)) > 0
+        assert plan.blocks[group.name] * group.block_bytes > 0.9 * plan.size_bytes
     assert plan.longest == 4096
 
 
-def test_without_prefixes_nothing_is_kept_for_later() -> None:
-    plan = plan_memory([FULL, WINDOW, SCONV], 64 << 20, LOAD, max_length=4096, prefix=False)
-    assert all(share.kept == 0 for share in plan.shares)
-    assert plan.context_tokens == 8 * 4096  # more could never be used
+def test_rows_take_from_the_context_that_fits() -> None:
+    plan = plan_memory([FULL, WINDOW, SCONV], 64 << 20, LOAD, max_length=4096)
+    alone, many = plan.context_tokens(1), plan.context_tokens(8)
+    assert alone is not None
+    assert many is not None
+    live = sum(live_blocks(group, LOAD) * group.block_bytes for group in (WINDOW, SCONV))
+    assert many * 1024 == pytest.approx((64 << 20) - live, rel=0.1)
+    assert many < alone < 64 << 10
+
+
+def test_without_prefixes_no_more_is_taken_than_rows_can_use() -> None:
+    load = replace(LOAD, prefix=False)
+    plan = plan_memory([FULL, WINDOW, SCONV], 64 << 30, load, max_length=4097)
+    assert plan.size_bytes < 64 << 20
+    tokens = plan.context_tokens(8)
+    assert tokens is not None
+    assert 8 * 4097 <= tokens < 1.3 * 8 * 4097  # more could never be used
+    assert plan.longest == 4097
 
 
 def test_a_length_that_does_not_fit_is_shown_not_hidden() -> None:
     plan = plan_memory([FULL, WINDOW, SCONV], 64 << 20, LOAD, max_length=1 << 20)
-    assert plan.longest == plan.context_tokens
+    assert plan.longest == plan.context_tokens(1)
     assert plan.longest < 1 << 20
     assert "1048576 do not fit" in str(plan)
 
 
 def test_too_little_memory_names_need_budget_and_way_out() -> None:
     with pytest.raises(NotEnoughMemory) as caught:
-        plan_memory([FULL, WINDOW, SCONV], 4 << 20, LOAD, max_length=4096)
-    for words in ("MiB", "4.0 MiB", "sched.rows = 8", "cache.memory_bytes"):
+        plan_memory([FULL, WINDOW, SCONV], 1 << 20, LOAD, max_length=4096)
+    for words in ("MiB", "1.0 MiB", "steps of 256 tokens", "sched.chunk", "cache.memory_bytes"):
         assert words in str(caught.value)
 
 
@@ -72,13 +87,34 @@ def test_the_table_has_a_line_for_each_group() -> None:
     plan = plan_memory([FULL, WINDOW, SCONV], 64 << 20, LOAD, max_length=4096)
     lines = str(plan).splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["full", "window", "sconv"]
-    assert str(plan.context_tokens) in str(plan)
+    for rows in (1, 8):
+        assert f"with {rows} running, {plan.context_tokens(rows)} tokens of full context fit" in lines
 
 
 def test_a_model_without_full_attention_holds_any_length() -> None:
     plan = plan_memory([WINDOW, SCONV], 64 << 20, LOAD, max_length=4096)
-    assert plan.context_tokens is None
+    assert plan.context_tokens(1) is None
     assert plan.longest == 4096
+
+
+@given(
+    size=st.integers(1 << 10, 1 << 34),
+    bytes_of=st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4),
+)
+def test_every_block_of_a_layout_lies_in_one_slab(size: int, bytes_of: list[int]) -> None:
+    groups = [CacheGroup(f"{n}", 4, block_bytes) for n, block_bytes in enumerate(bytes_of)]
+    layout = layout_of(groups, size)
+    assert layout.size_bytes <= max(size, max(bytes_of))
+    assert layout.slabs <= SLABS + SLABS // 2 or layout.slab_bytes <= 2 * max(bytes_of)
+    for group in groups:
+        for number, cut in enumerate(layout.cuts(group)[:4]):
+            begin = layout.first + number * layout.slab_bytes
+            assert len(cut) >= 1
+            assert begin <= cut.start * group.block_bytes
+            assert cut.stop * group.block_bytes <= begin + layout.slab_bytes
+    if layout.slabs:
+        widest = max(groups, key=lambda group: group.block_bytes)
+        assert layout.most(widest) * widest.block_bytes == layout.slabs * layout.slab_bytes  # nothing is lost
 
 
 @given(
@@ -94,14 +130,22 @@ def test_any_plan_fits_or_says_why(
 ) -> None:
     lag = max(0, drafts - 1)
     load = Load(rows=rows, step_tokens=step_tokens, chunk=1024, keep_every=1024, drafts=drafts, lag=lag, prefix=prefix)
+    groups = [FULL, WINDOW, SCONV]
     try:
-        plan = plan_memory([FULL, WINDOW, SCONV], budget, load, max_length=max_length, prefix=prefix)
+        plan = plan_memory(groups, budget, load, max_length=max_length)
     except NotEnoughMemory:
         return
     assert plan.size_bytes <= budget
-    assert plan.blocks["full"] > rows
-    for group in (WINDOW, SCONV):
-        assert plan.blocks[group.name] - 1 >= max(live_blocks(group, load), least_blocks(group, load))
+    # the longest sequence fits beside its own windows, and all rows' windows fit where that is said
+    layout = plan.layout
+    need = layout.slabs_for(FULL, -(-plan.longest // 64)) + sum(
+        layout.slabs_for(group, least_blocks(group, load)) for group in (WINDOW, SCONV)
+    )
+    assert need <= layout.slabs
+    if plan.context_tokens(rows) and rows > 1:
+        assert sum(layout.slabs_for(group, live_blocks(group, load)) for group in (WINDOW, SCONV)) < layout.slabs
+    if not prefix and budget == 1 << 32:
+        assert plan.longest == max_length
 
 
 @given(start=st.integers(0, 500), tokens=st.integers(1, 300), block=st.sampled_from([1, 4, 64]))

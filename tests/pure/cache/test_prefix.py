@@ -62,14 +62,14 @@ def test_blocks_of_one_grain_have_different_keys() -> None:
 
 
 def test_known_grains_stop_at_the_first_gap() -> None:
-    links, pool = chain(list(range(256))), Pool(5)
+    links, pool = chain(list(range(256))), Pool.alone(5)
     for i in (0, 1, 3):
         pool.publish(pool.take(), links.key(FULL, i))
     assert known_grains(links, FULL, pool, GRAIN) == 2
 
 
 def test_a_convolution_resumes_from_one_block() -> None:
-    links, pool = chain(list(range(128))), Pool(5)
+    links, pool = chain(list(range(128))), Pool.alone(5)
     pool.publish(pool.take(), links.key(SCONV, 15))
     assert resumable(links, SCONV, pool, 64, lag=0)
     assert resumable(links, SCONV, pool, 63, lag=0)

@@ -5,8 +5,9 @@ on. It carries out plans late, one step behind, as the engine does. What must be
 alone, without the cache's own formula. The mutations at the end show that the comparison sees what it should.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from random import Random
 
 import pytest
@@ -18,7 +19,8 @@ from inkcap.base.request import Finish, GenerateRequest, Logprobs, SamplingParam
 from inkcap.base.step import Chunk, Continue, RowResult, RowSetup, StepPlan, StepResult
 from inkcap.cache.group import CacheGroup
 from inkcap.cache.manager import CacheManager, Holding
-from inkcap.cache.plan import Load, least_blocks, live_blocks
+from inkcap.cache.plan import Layout, Load, least_blocks, live_blocks
+from inkcap.cache.pool import Pool
 from inkcap.cache.prefix import Chain
 from inkcap.sched.scheduler import Scheduler
 
@@ -27,9 +29,9 @@ VOCABULARY = 40
 STOP = 0
 # sizes at which being off by one changes which blocks are needed
 GROUPS = (
-    CacheGroup("full", 16, 1),
-    CacheGroup("window", 8, 1, 10),
-    CacheGroup("sconv", 4, 1, 4, False),
+    CacheGroup("full", 16, 16 * 3),
+    CacheGroup("window", 8, 8 * 5, 10),
+    CacheGroup("sconv", 4, 4 * 2, 4, False),
 )
 
 
@@ -81,6 +83,7 @@ class Trace:
     chunk: int = 24
     keep_every: int = 32
     spare: tuple[int, int, int] = (20, 20, 20)  # blocks above what one sequence alone needs
+    shared: tuple[int, int] | None = None  # groups share a memory: largest blocks in a slab, slabs above that need
     drafts: int = 0
     lag: int = 0
     lookahead: int = 0
@@ -110,6 +113,9 @@ class Device:
     by_prompt: dict[str, Request]
     rows: dict[int, Row] = field(default_factory=dict)
     slots: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
+    bytes: dict[int, tuple[str, int, int]] = field(
+        default_factory=dict
+    )  # of a shared memory: what they were written as
     reads: int = 0
     accepted: int = 0
     unstored: int = 0
@@ -239,8 +245,15 @@ class Device:
             self.unstored += 1
             return
         pool = self.manager.pools[GROUPS.index(group)]
-        assert pool.keys[block] is None, f"{group.name}: block {block} is published and written at {position}"
+        assert block not in pool.keys, f"{group.name}: block {block} is published and written at {position}"
         slot = (group.name, block, position % group.block)
+        if self.trace.shared:
+            size = group.block_bytes // group.block
+            begin = block * group.block_bytes + slot[2] * size
+            for byte in range(begin, begin + size):
+                if (other := self.bytes.get(byte)) not in (None, slot):
+                    self.slots.pop(other, None)
+                self.bytes[byte] = slot
         old = self.slots.get(slot, (0, 0))
         self.slots[slot] = (old[0] if target is None else target, old[1] if draft is None else draft)
 
@@ -257,16 +270,21 @@ class Outcome:
 def audit(manager: CacheManager, holdings: list[Holding]) -> None:
     """Every block is free, idle or held by exactly those who say so; nobody is about to write a shared one."""
     for i, pool in enumerate(manager.pools):
-        held = [block for h in holdings for block in h.tables[i].values()]
-        free, idle = list(pool._free), list(pool._idle)
-        assert 0 not in {*held, *free, *idle}, "block 0 is in use"
-        assert len({*free, *idle}) == len(free) + len(idle), "a block is free twice"
-        assert not {*held} & {*free, *idle}, "a block is free and held"
-        assert len({*held, *free, *idle}) == pool.blocks - 1, "a block is lost"
-        assert all(pool.holders[block] == held.count(block) for block in range(pool.blocks)), "holders are miscounted"
-        assert {k: b for b, k in enumerate(pool.keys) if k is not None} == pool.found, "keys and blocks disagree"
-        assert all(pool.keys[block] is not None for block in idle), "an idle block cannot be found"
-        assert all(pool.keys[block] is None for block in free), "a free block can be found"
+        held = Counter(block for h in holdings for block in h.tables[i].values())
+        assert pool.holders == held, "holders are miscounted"
+        assert {key: block for block, key in pool.keys.items()} == pool.found, "keys and blocks disagree"
+        at_hand: set[int] = set()  # blocks that nobody holds, of slabs of which somebody holds another
+        for slab, count in pool._held.items():
+            assert pool.slabs.owners[slab] is pool, "a slab has two owners"
+            blocks = {*pool.cuts[slab]}
+            assert count == len(blocks & {*held}), "held blocks of a slab are miscounted"
+            assert (slab in pool.slabs.spare) == (count == 0), "a slab is spare while a block of it is held, or not"
+            at_hand |= blocks - {*held} if count else set()
+        ours = {block for slab in pool._held for block in pool.cuts[slab]}
+        assert 0 not in ours, "block 0 is in use"
+        assert {*held, *pool.keys} <= ours, "a block of somebody else is held or found"
+        assert {*pool._idle} == at_hand & {*pool.keys}, "idle blocks are those that can be found"
+        assert {*pool._free} == at_hand - {*pool.keys}, "a block is lost"
 
 
 def check_writes(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -285,7 +303,7 @@ def check_writes(scheduler: Scheduler, plan: StepPlan) -> None:
                 block = holding.tables[i].get(position // group.block)
                 if block is not None:
                     assert manager.pools[i].holders[block] == 1, f"{group.name}: shared block {block} is written"
-                    assert manager.pools[i].keys[block] is None, f"{group.name}: published block {block} is written"
+                    assert block not in manager.pools[i].keys, f"{group.name}: published block {block} is written"
 
 
 def simulate(trace: Trace) -> Outcome:
@@ -300,13 +318,17 @@ def simulate(trace: Trace) -> Outcome:
         drafts=trace.drafts,
         lag=trace.lag,
     )
-    blocks = {
-        g.name: 1 + spare + (-(-longest // g.block) if g.window is None else least_blocks(g, load))
-        for g, spare in zip(GROUPS, trace.spare, strict=True)
-    }
+    alone = [-(-longest // g.block) if g.window is None else least_blocks(g, load) for g in GROUPS]
+    if trace.shared is None:
+        pools = [Pool.alone(1 + spare + least) for spare, least in zip(trace.spare, alone, strict=True)]
+    else:
+        wide, spare = trace.shared
+        layout = Layout(GROUPS, wide * 48, 1)
+        need = sum(layout.slabs_for(g, blocks) for g, blocks in zip(GROUPS, alone, strict=True))
+        pools = replace(layout, slabs=need + spare).pools()
     manager = CacheManager(
         GROUPS,
-        blocks,
+        pools,
         keep_every=trace.keep_every,
         prefix=trace.prefix,
         lag=trace.lag,
@@ -345,7 +367,12 @@ def simulate(trace: Trace) -> Outcome:
         plan = scheduler.plan()
         if plan is not None:
             check_writes(scheduler, plan)
-            free = [(g.name, block) for g, pool in zip(GROUPS, manager.pools, strict=True) for block in pool._free]
+            free = [
+                (g.name, block)
+                for g, pool in zip(GROUPS, manager.pools, strict=True)
+                for block in chain(*pool.cuts)
+                if block not in pool.holders and block not in pool.keys
+            ]
             flights.append((plan, free))
         assert plan or flights or not scheduler.unfinished, "sequences are open but none can run"
         if flights and (len(flights) > trace.depth or plan is None):
@@ -419,6 +446,7 @@ def traces(draw: st.DrawFn) -> Trace:
         chunk=draw(st.sampled_from([1, 5, 24, 64])),
         keep_every=draw(st.sampled_from([16, 32])),
         spare=(draw(st.integers(0, 6)), draw(st.integers(0, 12)), draw(st.integers(0, 20))),
+        shared=draw(st.none() | st.tuples(st.integers(2, 4), st.integers(0, 6))),
         drafts=drafts,
         lag=lag,
         lookahead=lag + 1 if lag else draw(st.sampled_from([0, 0, 1])),
