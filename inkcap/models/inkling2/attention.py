@@ -142,8 +142,10 @@ class Attention:
         numbers = self.geometry
         q, r, gate, sink, *columns = self.product.each(inputs if len(inputs) > 1 else inputs * 3, self.counts)
         k, v, k_added, v_added = self.convs(columns)
+        k_taps, v_taps = self.convs.taps()
         weights = ClipWeights(
-            *self.convs.taps(),
+            k_taps,
+            v_taps,
             self.convs.scale,
             self.scales.q,
             self.scales.r,

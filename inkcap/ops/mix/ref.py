@@ -65,7 +65,7 @@ def message_gate(
     gated, rows = [], mix(sources, queries, eps)
     for i, share in enumerate(shares):
         own = rows[min(i, len(rows) - 1)]
-        message = sum(share[:, s : s + 1] * sender.float() for s, sender in enumerate(senders))
+        message = torch.einsum("ts,stc->tc", share, torch.stack([sender.float() for sender in senders]))
         both = torch.cat([unit_rms(own, norms.eps), unit_rms(message, norms.eps)], 1)
         state = F.linear(both.to(gates.down.dtype), gates.down[i]).float()  # [T, R]
         kept = 1 - torch.tanh(F.linear(state, gates.forget[i].float()))
