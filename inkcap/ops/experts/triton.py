@@ -29,7 +29,7 @@ from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Route
 TOGETHER = 64  # tokens up to which shared experts share the launches of dense routed ones
 COMBINED = 1024  # channels of a program that sums over experts
 UP, DOWN = (2, 8), (4, 4)  # one token: rows of a program, warps; measured on an H200, see docs/kernels.md
-# for codes: rows of a program, rows of a program of shared experts, warps; rows, warps. The first and third never swept;
+# for codes: rows of a program, rows of a program of shared experts, warps; rows, warps. First and third never swept;
 # the others measured on an H200 for rows of 2,304 columns and 8 experts of 1,152
 UP_CODED, UP_SHORT, DOWN_CODED, DOWN_JOINED = (4, 2, 2), (4, 2, 1), (8, 8), (8, 4)
 
