@@ -228,17 +228,17 @@ def plan_memory(groups: Sequence[CacheGroup], budget_bytes: int, load: Load, *, 
     Raises NotEnoughMemory if one row alone could not run. Whether all `load.rows` can run at once depends on their
     lengths. A `max_length` that does not fit is no error here: see MemoryPlan.longest.
     """
-    size = budget_bytes
+    layout = layout_of(groups, budget_bytes)
     if not load.prefix:
-        most = sum(
-            group.block_bytes
-            * (load.rows * -(-max_length // group.block) if group.window is None else live_blocks(group, load))
+        most = {
+            group: load.rows * -(-max_length // group.block) if group.window is None else live_blocks(group, load)
             for group in groups
-        )
-        # part of a slab is lost in each group
-        size = min(budget_bytes, most + most * 2 * len(groups) // SLABS + 4 * sum(g.block_bytes for g in groups))
-    plan = MemoryPlan(layout_of(groups, size), budget_bytes, load, max_length)
-    layout = plan.layout
+        }
+        layout = layout_of(groups, min(budget_bytes, 2 * sum(g.block_bytes * (n + 2) for g, n in most.items())))
+        if layout.slabs:
+            slabs = sum(layout.slabs_for(group, blocks) for group, blocks in most.items())
+            layout = replace(layout, slabs=min(layout.slabs, slabs))
+    plan = MemoryPlan(layout, budget_bytes, load, max_length)
     need = sum(
         layout.slabs_for(group, 1 if group.window is None else least_blocks(group, load)) if layout.least(group) else 1
         for group in groups

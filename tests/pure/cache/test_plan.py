@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from inkcap.base.errors import NotEnoughMemory, SetupError
 from inkcap.cache.group import CacheGroup
+from inkcap.cache.manager import CacheManager
 from inkcap.cache.plan import SLABS, Load, groups_of, layout_of, least_blocks, live_blocks, plan_memory, touched
 from inkcap.cache.state import LayerState, Plane
 
@@ -59,14 +60,29 @@ def test_rows_take_from_the_context_that_fits() -> None:
     assert many < alone < 64 << 10
 
 
-def test_without_prefixes_no_more_is_taken_than_rows_can_use() -> None:
-    load = replace(LOAD, prefix=False)
-    plan = plan_memory([FULL, WINDOW, SCONV], 64 << 30, load, max_length=4097)
-    assert plan.size_bytes < 64 << 20
-    tokens = plan.context_tokens(8)
-    assert tokens is not None
-    assert 8 * 4097 <= tokens < 1.3 * 8 * 4097  # more could never be used
-    assert plan.longest == 4097
+@pytest.mark.parametrize("max_length", [100, 1153, 4097, 1 << 20])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_without_prefixes_all_rows_fit_at_their_longest_and_no_more_is_taken(rows: int, max_length: int) -> None:
+    load = replace(LOAD, rows=rows, prefix=False)
+    groups = [FULL, WINDOW, SCONV]
+    plan = plan_memory(groups, 1 << 40, load, max_length=max_length)
+    assert plan.longest == max_length
+    manager = CacheManager(groups, plan.layout.pools(), keep_every=LOAD.keep_every, prefix=False)
+    manager.require(load)
+    assert manager.capacity is not None
+    assert manager.capacity >= max_length
+    held = []
+    for _ in range(rows):
+        holding = manager.match([1] * max_length, None, max_length)
+        assert manager.admissible(holding, held[-1:])
+        for start in range(0, max_length, load.chunk):
+            stop = min(max_length, start + load.chunk)
+            assert manager.reserve(holding, start, stop, stop)
+            manager.advance(holding, stop)
+        held.append(holding)
+    used = rows * -(-max_length // 64) * FULL.block_bytes
+    used += sum(live_blocks(group, load) * group.block_bytes for group in (WINDOW, SCONV))
+    assert plan.size_bytes < 1.2 * used + 4 * plan.layout.slab_bytes
 
 
 def test_a_length_that_does_not_fit_is_shown_not_hidden() -> None:
