@@ -73,9 +73,7 @@ def new_taps(
     here = tl.load(x + token.to(tl.int64)[:, None] * s_x + channel[None, :], mask=inside, other=0.0)
     total += here.to(tl.float32) * (1.0 + tap_of(taps, channel, held, W - 1, s_tap, s_back))[None, :]
     if ADDED:
-        total += (
-            here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added, mask=live, other=0.0)[:, None]
-        )
+        total += here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added, mask=live, other=0.0)[:, None]
     for back in tl.static_range(W - 1, 0, -1):
         mine = own(token, live, row, position, row_of, positions, back)
         earlier = tl.load(
@@ -88,9 +86,7 @@ def new_taps(
             earlier += old_input(
                 plane, table, row, position, wanted, channel, held, s_block, s_token, s_table, BLOCK, back
             )  # fmt: skip
-            total += (
-                earlier * tl.load(added + token.to(tl.int64) * s_added + back, mask=live, other=0.0)[:, None]
-            )
+            total += earlier * tl.load(added + token.to(tl.int64) * s_added + back, mask=live, other=0.0)[:, None]
     return (total * scale).to(kind).to(tl.float32), here
 
 
