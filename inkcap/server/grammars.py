@@ -21,7 +21,7 @@ from inkcap.chat.checking import LENGTH, Verdict
 PROGRAM = ("-m", "inkcap.chat.checking")
 START_SECONDS = 20.0  # to start the process
 GRAMMAR_SECONDS = 0.5  # for one grammar
-REQUEST_SECONDS = 0.8  # for all grammars of one request
+REQUEST_SECONDS = 0.6  # for all grammars of one request
 WAITING = 32  # requests that may wait for the process
 KEPT = 4096  # verdicts
 
