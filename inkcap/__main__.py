@@ -1,6 +1,8 @@
 """The command `inkcap`: serve, generate, chat, plan, inspect, quantize, ops, demo-checkpoint, bench serve."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -200,7 +202,12 @@ def main(words: Sequence[str] | None = None) -> int:
             command.flags(sub)
     arguments, rest = parser.parse_known_args(words)
     try:
-        return COMMANDS[arguments.command].run(arguments, rest)
+        code = COMMANDS[arguments.command].run(arguments, rest)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail again
+        return 128 + signal.SIGPIPE
     except InkcapError as error:
         print(f"inkcap {arguments.command}: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,9 @@
 """The command line, run as a user runs it but in this process."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from inkcap.__main__ import COMMANDS, main
@@ -74,3 +78,11 @@ def test_help_lists_every_command(capsys):
         main(["--help"])
     printed = capsys.readouterr().out
     assert all(name in printed for name in COMMANDS)
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_word(demo):
+    command = [sys.executable, "-m", "inkcap", "inspect", demo]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 128 + signal.SIGPIPE
