@@ -149,7 +149,7 @@ def build_core(config: EngineConfig, port: Port, executor: Executor, facts: Rank
         cache_groups={group.name: facts.layout.most(group) for group in facts.layout.groups},
     )
     logger.info(
-        "ready: %s, %s on %s, %d ranks, %d tokens of context, cache blocks %s",
+        "ready: %s, %s on %s, %d ranks, %d tokens of context, cache blocks up to %s",
         *(info.family, info.dtype, info.device, config.parallel.tp, info.max_length, info.cache_groups),
     )
     return Core(scheduler, executor, port), info

@@ -132,10 +132,12 @@ class Metrics:
         yield from family(gauge, "num_requests_waiting", "Sequences that wait.", [("", stats.waiting)])
         waiting = [(',reason="capacity"', stats.waiting)]
         yield from family(gauge, "num_requests_waiting_by_reason", "Sequences that wait, by reason.", waiting)
-        yield from family(gauge, "kv_cache_usage_perc", "Use of the fullest cache group, 1 = full.",
+        yield from family(gauge, "kv_cache_usage_perc", "Part of the cache that running sequences hold, 1 = all of it.",
                           [("", stats.cache_usage)])  # fmt: skip
         groups = [(f',group="{escape(g)}"', use) for g, use in sorted(stats.group_usage.items())]
-        yield from family(gauge, "kv_cache_group_usage_perc", "Use of each cache group, 1 = full.", groups)
+        yield from family(
+            gauge, "kv_cache_group_usage_perc", "Part of the cache that sequences hold in each group.", groups
+        )
         if info is not None:
             facts = {f"blocks_{group}": str(blocks) for group, blocks in sorted(info.cache_groups.items())}
             facts |= {"max_model_len": str(info.max_length), "max_num_seqs": str(info.rows), "dtype": info.dtype}

@@ -93,7 +93,7 @@ def facts(info: EngineInfo) -> str:
     blocks = ", ".join(f"{count} {group}" for group, count in sorted(info.cache_groups.items()))
     return (
         f"{info.family} in {info.dtype} on {info.device}, context {info.max_length:,} tokens, {info.rows} rows, "
-        f"cache blocks {blocks}"
+        f"cache blocks up to {blocks}"
     )
 
 
