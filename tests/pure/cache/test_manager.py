@@ -1,12 +1,14 @@
 """The five verbs, one at a time, on sizes that fit on a page."""
 
+from dataclasses import replace
+
 import pytest
 
 from inkcap.base.errors import NotEnoughMemory, SetupError
 from inkcap.base.step import BlockEntry, BlockMove
 from inkcap.cache.group import CacheGroup
 from inkcap.cache.manager import CacheManager, Holding
-from inkcap.cache.plan import Load
+from inkcap.cache.plan import Load, layout_of, live_blocks
 from inkcap.cache.pool import Pool
 
 GROUPS = (CacheGroup("full", 64, 1), CacheGroup("window", 64, 1, 128), CacheGroup("sconv", 4, 1, 4, False))
@@ -240,3 +242,44 @@ def test_usage_counts_held_blocks_only() -> None:
     assert cache.usage["full"] == 0.5
     cache.release(holding)
     assert cache.usage["full"] == 0.0
+
+
+def test_a_cleared_cache_finds_nothing_and_is_packed_until_a_sequence_ends() -> None:
+    cache = manager()
+    tokens = list(range(256))
+    cache.release(run(cache, tokens), ended=True)
+    assert any(pool.found for pool in cache.pools)
+    cache.clear()
+    assert not any(pool.found for pool in cache.pools)
+    holding = run(cache, tokens)
+    assert holding.start == 0
+    assert cache.packed
+    assert all(not kept for kept in holding.kept)  # no boundary behind the row takes a block that another group needs
+    cache.release(holding, ended=True)
+    assert not cache.packed
+    assert run(cache, tokens).start == 255
+
+
+def test_rows_are_let_in_only_beside_the_windows_of_all() -> None:
+    groups = (CacheGroup("full", 64, 64), CacheGroup("window", 64, 640, 128), CacheGroup("sconv", 4, 40, 4, False))
+    load = Load(rows=8, step_tokens=64, chunk=64, keep_every=256)
+    layout = layout_of(groups, 30 * 640)
+    cache = CacheManager(groups, layout.pools(), keep_every=256)
+    cache.require(load)
+    held = []
+    while True:
+        holding = cache.match([len(held)] * 64, cache.chain(""), 64)
+        if not cache.admissible(holding, ()):
+            break
+        assert cache.reserve(holding, 0, 64, 64)
+        held.append(holding)
+    assert 1 < len(held) < 8  # full has room for many more
+    live = replace(load, rows=len(held), prefix=False)
+    for group, pool in zip(groups[1:], cache.pools[1:], strict=True):
+        assert pool.most >= live_blocks(group, live)
+    # each of them gets the window it may need
+    for holding in held:
+        for position in range(64, 190):
+            assert cache.reserve(holding, position, position + 1, position + 1)
+            holding.tokens.append(1)
+            cache.advance(holding, position + 1)
