@@ -35,13 +35,13 @@ def scaled_tile(row, at, V, heat):
 def ordered(x):
     """Unsigned integers in the order of floats."""
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def unordered(key):
     """The float whose integer `key` is."""
-    return tl.where((key >> 31) != 0, key & 0x7FFFFFFF, ~key).to(tl.float32, bitcast=True)
+    return tl.where((key >> 31) != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
