@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,26 @@ class SchedConfig:
 
     rows: int = option(64, "sequences that run at once", flag="--max-num-seqs", check="positive")
     step_tokens: int = option(
-        2048, "tokens of one step over all sequences", flag="--max-num-batched-tokens", check="positive", unit="tokens"
+        0,
+        "tokens of one step over all sequences; 0: 2,048 on a CPU, 8,192 on a GPU",
+        flag="--max-num-batched-tokens",
+        check="not negative",
+        unit="tokens",
     )
-    chunk: int = option(1024, "tokens of one sequence in one step", check="positive", unit="tokens")
+    chunk: int = option(
+        0,
+        "tokens of one sequence in one step; 0: 1,024 on a CPU, all of a step on a GPU",
+        check="not negative",
+        unit="tokens",
+    )
     waiting: int = option(
         1024, "sequences that may wait; one more is answered 429", flag="--max-waiting", check="not negative"
     )
+
+    def on(self, device: str) -> "SchedConfig":
+        """With what it leaves to the device, cpu or cuda, filled in. A GPU reads its weights once for all of a step."""
+        tokens = self.step_tokens or {"cpu": 2048, "cuda": 8192}[device]
+        return replace(self, step_tokens=tokens, chunk=self.chunk or min(tokens, {"cpu": 1024, "cuda": tokens}[device]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,8 +124,9 @@ def failed(request_id: str, why: str) -> TokenDelta:
 
 def build_core(config: EngineConfig, port: Port, executor: Executor, facts: RankFacts) -> tuple[Core, EngineInfo]:
     """A core over loaded ranks. Closes the executor when that fails."""
+    sched = config.sched.on(facts.device)
     # The client counts what is open and refuses the surplus: all of it may wait here before the first step is planned.
-    sched = replace(config.sched, waiting=config.sched.waiting + config.sched.rows)
+    sched = replace(sched, waiting=sched.waiting + sched.rows)
     try:
         scheduler = build_scheduler(
             config.cache,
@@ -141,8 +142,8 @@ def build_core(config: EngineConfig, port: Port, executor: Executor, facts: Rank
     info = EngineInfo(
         max_length=facts.max_length,
         vocab_size=facts.vocab_size,
-        rows=config.sched.rows,
-        step_tokens=config.sched.step_tokens,
+        rows=sched.rows,
+        step_tokens=sched.step_tokens,
         dtype=facts.dtype,
         device=facts.device,
         family=facts.family,

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,6 +63,7 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
     SetupError.
     """
     device = device_for(config, comm.rank)
+    config = replace(config, sched=config.sched.on(device.type))
     if device.type == "cpu":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(config.model.threads or max(1, cores // comm.size))

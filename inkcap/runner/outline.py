@@ -1,5 +1,7 @@
 """What a run would be, without running it: the memory plan, every automatic choice, and the table of ops."""
 
+from dataclasses import replace
+
 import torch
 
 from inkcap.base.checkpoint import find_checkpoint, read_config
@@ -20,6 +22,7 @@ def outline(config: EngineConfig) -> str:
     On a GPU the largest step is measured at start, so the plan here is without it. Raises SetupError as a start does.
     """
     device = device_for(config, 0)
+    config = replace(config, sched=config.sched.on(device.type))
     dtype = dtype_for(config, device)
     directory = find_checkpoint(config.model.path, revision=config.model.revision, download=config.model.download)
     declared = read_config(directory)
@@ -36,6 +39,7 @@ def outline(config: EngineConfig) -> str:
             "dtype", str(dtype).removeprefix("torch."), "asked for" if config.model.dtype != "auto" else str(device)
         ),
         Choice("weights", f"{weight_bytes / 2**30:.2f} GiB", f"a rank of {config.parallel.tp}, as they are stored"),
+        Choice("step", f"{config.sched.step_tokens:,} tokens", f"of which {config.sched.chunk:,} of one sequence"),
         Choice("numerics", numerics, f"of experts stored in {', '.join(formats)}"),
     ]
     if config.cache.memory_bytes is not None:

@@ -3,7 +3,7 @@ from dataclasses import fields
 
 import pytest
 
-from inkcap.base.config import EngineConfig, ModelConfig
+from inkcap.base.config import EngineConfig, ModelConfig, SchedConfig
 from inkcap.base.errors import ConfigInvalid
 from inkcap.base.flags import SECTIONS, add_flags, config_from_flags, config_from_tree, parse_bytes
 
@@ -83,3 +83,12 @@ def test_every_field_has_help_and_every_flag_is_its_own():
     add_flags(parser)  # argparse refuses two flags of one name
     for section in SECTIONS.values():
         assert all(item.metadata["help"] for item in fields(section) if item.name != "path")
+
+
+def test_steps_left_open_are_filled_by_the_device():
+    asked = SchedConfig(step_tokens=512, chunk=64)
+    assert (asked.on("cpu"), asked.on("cuda")) == (asked, asked)
+    left = SchedConfig()
+    assert [(at.step_tokens, at.chunk) for at in (left.on("cpu"), left.on("cuda"))] == [(2048, 1024), (8192, 8192)]
+    small = SchedConfig(step_tokens=256)
+    assert [(at.step_tokens, at.chunk) for at in (small.on("cpu"), small.on("cuda"))] == [(256, 256), (256, 256)]
