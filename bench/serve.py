@@ -1,14 +1,19 @@
-"""Serves a demo checkpoint, drives it with `inkcap bench serve`, and prints what a streamed token costs as a JSON line.
+"""Serves a demo checkpoint, drives it with `inkcap bench serve`, and prints what a streamed token costs as JSON lines.
 
-    python bench/serve.py [--concurrency 64] [--requests 256] [--prompt-tokens 64] [--output-tokens 128] [--api chat]
+    python bench/serve.py [--load "--concurrency 64 --requests 256 --prompt-tokens 64 --output-tokens 128"] ...
+    python bench/serve.py --model DIRECTORY --load "..." --load "--dataset agent --warmup 0 ..." [flags of the server]
+
+Each load is flags of `inkcap bench serve`; one server takes them one after another, and each gives a line. On a GPU,
+`rank_checkpoint.py` writes a checkpoint to serve.
 
 CPU time is user + system time from /proc, taken before and after the load (100 ticks a second: let it run for seconds).
 Server: all of the server process, which does HTTP, text and parsing. Engine core: the main thread of the engine process
 and ZeroMQ's threads; with one rank the model runs in another thread of that process, and operators start their own, so
 what these two use is scheduling, messages and bookkeeping, no model. `in_steps` is the part of the time in which a step
-was under way: what is missing from 1 is what the server costs in output, at full load. With --no-model, `no_model.py`
-stands in for the model: it draws random tokens after a pause, so that on a small machine the model does not take the
-cores away.
+was under way: what is missing from 1 is what the server costs in output, at full load, and `predicted_tokens_per_s`
+what steps alone would give. `ready_s` and `first_token_s` count from the start of the server's process. With
+--no-model, `no_model.py` stands in for the model: it draws random tokens after a pause, so that on a small machine the
+model does not take the cores away.
 """
 
 import argparse
@@ -16,6 +21,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,12 +34,13 @@ from pathlib import Path
 
 import uvloop
 
-from inkcap.bench.serve import PATHS, Load, drive, table
-from inkcap.bench.workload import Lengths, Shape
+from inkcap.bench.serve import Load, add_flags, drive, load_of, table
+from inkcap.bench.workload import Lengths
 from inkcap.terminal.chat import free_port
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 START_SECONDS = 300.0
+LOAD = "--concurrency 64 --requests 256 --prompt-tokens 64 --output-tokens 128"
 
 
 def commit() -> str:
@@ -105,6 +112,21 @@ def answers(url: str) -> bool:
         return False
 
 
+def first_token(url: str) -> None:
+    """Wait for one token."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url + "/v1/chat/completions", body, headers), timeout=60) as got:
+        got.read()
+
+
+def load_from(words: str, url: str) -> Load:
+    """The load that flags of `inkcap bench serve` describe."""
+    parser = argparse.ArgumentParser(prog="--load")
+    add_flags(parser)
+    return load_of(parser.parse_args([*shlex.split(words), "--url", url]))
+
+
 def engine_counters(url: str) -> dict[str, float]:
     """Of now: the engine's counters, and the second they were taken."""
     with urllib.request.urlopen(url + "/page/live", timeout=30) as response:
@@ -115,8 +137,9 @@ def engine_counters(url: str) -> dict[str, float]:
 def measure(url: str, server: int, load: Load) -> dict[str, object]:
     """The load's figures and the CPU time it took."""
     engine = child_of(server)
-    warm = replace(load, shape=replace(load.shape, requests=load.concurrency, output_tokens=Lengths(8, 8)), warmup=0)
-    uvloop.run(drive(warm))
+    if load.warmup:  # with other texts: those of the load are not to be in the cache
+        shape = replace(load.shape, requests=load.concurrency, output_tokens=Lengths(8, 8))
+        uvloop.run(drive(replace(load, shape=shape, warmup=0, seed=load.seed + 1)))
     before = cpu_seconds(Path(f"/proc/{server}/stat")), cpu_seconds(Path(f"/proc/{engine}/stat")), core_seconds(engine)
     early_counters = engine_counters(url)
     result = uvloop.run(drive(load))
@@ -137,6 +160,7 @@ def measure(url: str, server: int, load: Load) -> dict[str, object]:
         "engine_core_us_per_token": round(core_s / tokens * 1e6, 1),
         "engine_process_us_per_token": round(engine_s / tokens * 1e6, 1),
         "in_steps": round(spent["step_seconds"] / spent["time"], 4),
+        "predicted_tokens_per_s": round(tokens / max(1e-9, spent["step_seconds"]), 2),
         "step_ms": round(spent["step_seconds"] / max(1.0, spent["steps"]) * 1e3, 3),
         "tokens_per_chunk": round(tokens / max(1, int(str(result["chunks"]))), 3),
     }
@@ -146,31 +170,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a checkpoint; default: a demo checkpoint made for this run")
     parser.add_argument("--no-model", action="store_true", help="random tokens every 20 ms instead of a model")
-    parser.add_argument("--api", choices=sorted(PATHS), default="chat")
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--load", action="append", metavar="FLAGS", help=f"may be given again; default: {LOAD}")
     args, flags = parser.parse_known_args()
+    failed = False
     with contextlib.ExitStack() as stack:
         model = args.model
         if model is None:
             model = make_demo(stack.enter_context(tempfile.TemporaryDirectory()))
         program = [str(Path(__file__).with_name("no_model.py"))] if args.no_model else ["-m", "inkcap", "serve"]
+        began = time.monotonic()
         url, server = stack.enter_context(serving(program, model, flags))
-        load = Load(
-            url=url,
-            api=args.api,
-            concurrency=args.concurrency,
-            shape=Shape(
-                requests=args.requests,
-                prompt_tokens=Lengths(args.prompt_tokens, args.prompt_tokens),
-                output_tokens=Lengths(args.output_tokens, args.output_tokens),
-            ),
-        )
-        result = measure(url, server, load)
-    print(json.dumps({**result, "no_model": args.no_model}))
-    return 1 if result["failed"] else 0
+        ready = time.monotonic() - began
+        first_token(url)
+        start = {"ready_s": round(ready, 2), "first_token_s": round(time.monotonic() - began, 2)}
+        for words in args.load or [LOAD]:
+            result = measure(url, server, load_from(words, url))
+            print(json.dumps({**result, **start, "load": words, "no_model": args.no_model}), flush=True)
+            failed = failed or bool(result["failed"])
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inkcap.base.formats import WeightFormat
 from inkcap.layers.formats import Stored
+from inkcap.models.base import Model
 from inkcap.models.inkling.config import InklingConfig
 from inkcap.models.inkling.model import Inkling
 from inkcap.models.inkling2.config import Inkling2Config, Loop
@@ -170,17 +171,25 @@ def make_model(
     else:
         units = shape.moe_intermediate_size
         model = Inkling2(shape, Comm.alone(), dtype, device, stored)
-    made = torch.Generator(device).manual_seed(0)
-    sizes: dict[str, int] = {}
-    for name, slot in model.slots().items():
-        sizes[name] = slot.target.numel() * slot.target.element_size()
-        inputs = shape.hidden_size if ".w13" in name else units
-        if ".experts." in name and name.rsplit(".", 1)[-1] in ("codes", "scales", "amax", "denominator"):
-            fill_stored(name.rsplit(".", 1)[-1], slot.target, inputs, made)
-        else:
-            fill_plain(name, slot.target, slot.whole, shape.route_scale, made)
+    fill(model, shape.hidden_size, units, shape.route_scale, device)
+    sizes = {name: slot.target.numel() * slot.target.element_size() for name, slot in model.slots().items()}
     model.unpack()
     return model, sizes
+
+
+def fill(model: Model, hidden: int, units: int, route_scale: float, device: torch.device) -> None:
+    """Random weights of a model with experts of `units` columns."""
+    made = torch.Generator(device).manual_seed(0)
+    slots = model.slots()
+    for name, slot in slots.items():
+        inputs, (base, _, part) = hidden if ".w13" in name else units, name.rpartition(".")
+        if part == "original_shape":
+            experts, rows, pairs = slots[base + ".codes"].whole
+            slot.target.copy_(torch.tensor([experts, rows, 2 * pairs]))
+        elif ".experts." in name and part not in ("w13", "w2"):
+            fill_stored(part, slot.target, inputs, made)
+        else:
+            fill_plain(name, slot.target, slot.whole, route_scale, made)
 
 
 def fill_stored(part: str, target: Tensor, inputs: int, made: torch.Generator) -> None:
@@ -194,10 +203,10 @@ def fill_stored(part: str, target: Tensor, inputs: int, made: torch.Generator) -
         target.fill_(127 - round(log2(inputs) / 2))
     elif part == "scales":
         target.copy_(torch.rand(target.shape, generator=made, device=target.device) + 0.5)
-    elif part == "denominator":
+    elif part in ("denominator", "input_amax"):
         target.fill_(DENOMINATOR)
-    else:  # amax: what codes of this size must be multiplied by, times the denominator
-        target.fill_(DENOMINATOR * inputs**-0.5 / E2M1_SIZE / 1.04)
+    else:  # scale2: what codes of this size must be multiplied by; amax: that times the denominator
+        target.fill_((DENOMINATOR if part == "amax" else 1.0) * inputs**-0.5 / E2M1_SIZE / 1.04)
 
 
 def fill_plain(name: str, target: Tensor, whole: tuple[int, ...], route_scale: float, made: torch.Generator) -> None:
