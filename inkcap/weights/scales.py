@@ -64,7 +64,7 @@ def _check_bytes(checkpoint: Checkpoint, name: str, empty: Tensor | None) -> Non
     for expert in range(found.shape[0]):
         everything = tuple(slice(0, size) for size in found.shape[1:])
         checkpoint.read(name, (slice(expert, expert + 1), *everything), buffer)
-        largest = int(raw.max()) if raw.numel() else 0
+        largest = int(raw.numpy().max(initial=0))  # torch would wake its threads for each expert
         if largest >= limit:
             _, row, column = (raw >= limit).nonzero()[0].tolist()
             kind = "NaN" if limit == E8M0_NAN or raw[0, row, column] in (0x7F, 0xFF) else "negative"

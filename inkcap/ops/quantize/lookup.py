@@ -18,6 +18,7 @@ PASS_BYTES = 1 << 15  # codes of one pass: their indices, the table and the outp
 TABLE_ENTRIES = 1 << 16
 T = TypeVar("T")
 WHOLE = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # an integer of so many bytes
+EIGHT = np.dtype(np.uint64)  # scales are repeated by multiplying words, not byte by byte
 
 
 @ref.nvfp4_decode.implement("lookup", when=lambda device: device.type == "cpu")
@@ -67,13 +68,19 @@ def on_threads(work: Callable[[T], None], parts: Iterable[T]) -> None:
 def gather(table: Tensor, scales: Tensor, codes: Tensor, out: Tensor) -> None:
     """out [rows, columns] from table [scale, code, values of a byte], scales and codes uint8 [rows, bytes]."""
     values = table.contiguous().view(torch.uint8).numpy().view(WHOLE[table.shape[-1] * table.element_size()]).ravel()
-    target = out.view(torch.uint8).numpy().view(values.dtype)
-    (rows, width), blocks = codes.shape, scales.shape[1]
-    step = max(1, PASS_BYTES // width)
-    indices = np.empty((step, blocks, width // blocks), np.intp)  # what numpy would convert others to
-    for start in range(0, rows, step):
-        low = codes[start : start + step].numpy().reshape(-1, *indices.shape[1:])
-        index = indices[: len(low)]
-        np.copyto(index, low)
-        index |= (scales[start : start + step].numpy().astype(np.intp) << 8)[..., None]
-        np.take(values, index.reshape(-1, width), out=target[start : start + step], mode="clip")
+    low, high = codes.reshape(-1).numpy(), scales.reshape(-1).numpy()
+    target = out.view(torch.uint8).numpy().view(values.dtype).ravel()
+    block = len(low) // len(high)  # codes under a scale: whole words
+    words = np.empty((PASS_BYTES // block, block // EIGHT.itemsize), EIGHT)
+    indices = np.empty(PASS_BYTES, np.intp)  # what numpy would convert others to
+    for start in range(0, len(low), PASS_BYTES):
+        here = slice(start, min(start + PASS_BYTES, len(low)))
+        scale = high[start // block : here.stop // block]
+        for column in range(words.shape[1]):
+            np.multiply(scale, EIGHT.type(0x0101010101010101), out=words[: len(scale), column])
+        both = words[: len(scale)].view(np.uint8).ravel().astype(np.uint16)
+        both <<= 8
+        both |= low[here]
+        index = indices[: len(both)]
+        np.copyto(index, both)
+        np.take(values, index, out=target[here], mode="clip")
