@@ -5,7 +5,8 @@ error instead of the end of the process.
 """
 
 import os
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -37,11 +38,9 @@ DTYPES = {
 
 @dataclass(slots=True)
 class Checkpoint(Headers):
-    """The tensors of a directory, to be read."""
+    """The tensors of a directory, to be read; by several threads at once, if need be."""
 
-    bytes_read: int = field(init=False, default=0)
-    bounces: dict[bool, Tensor] = field(init=False, default_factory=dict)  # by whether a GPU copies out of it
-
+    @torch.inference_mode()  # which a thread begins without
     def read(self, name: str, index: tuple[slice, ...], target: Tensor) -> None:
         """Fill `target`, of any strides, with the part `index` of a tensor, one slice of step 1 per dimension.
 
@@ -57,42 +56,39 @@ class Checkpoint(Headers):
             return
         try:
             with file.open("rb", buffering=0) as opened:
-                self._fill(opened.fileno(), stored.start, stored.shape or (1,), part, dtype, target)
+                _fill(opened.fileno(), stored.start, stored.shape or (1,), part, dtype, target)
         except OSError as error:
             raise CheckpointUnreadable(f"{file} cannot be read: {error}") from error
         except EOFError:
             raise CheckpointUnreadable(
                 f"{file} was cut short after its header was read: {name} is beyond its end"
             ) from None
-        self.bytes_read += target.numel() * dtype.itemsize
 
-    def _fill(
-        self, file: int, at: int, shape: tuple[int, ...], part: tuple[slice, ...], dtype: torch.dtype, target: Tensor
-    ) -> None:
-        """`target` with `part` of a tensor of this shape and dtype, which stands at byte `at` of the file."""
-        entry = prod(shape[1:]) * dtype.itemsize  # bytes
-        at += part[0].start * entry
-        whole = all(cut.stop - cut.start == size for cut, size in zip(part[1:], shape[1:], strict=True))
-        if whole and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-            _read_exactly(file, at, target)
-            return
-        if len(shape) > 1 and (entry > BOUNCE_BYTES or (not whole and len(shape) > 2)):
-            for row, inner in enumerate(target):
-                self._fill(file, at + row * entry, shape[1:], part[1:], dtype, inner)
-            return
-        step = max(1, BOUNCE_BYTES // entry)
-        for row in range(0, len(target), step):
-            rows = target[row : row + step]
-            held = self._bounce(target.device)[: len(rows) * entry]
-            _read_exactly(file, at + row * entry, held)
-            rows.copy_(held.view(dtype).view(len(rows), *shape[1:])[(slice(None), *part[1:])])
 
-    def _bounce(self, device: torch.device) -> Tensor:
-        """BOUNCE_BYTES of memory; for a GPU, locked, so that it can copy out of it."""
-        pinned = device.type == "cuda"
-        if pinned not in self.bounces:
-            self.bounces[pinned] = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        return self.bounces[pinned]
+def _fill(
+    file: int, at: int, shape: tuple[int, ...], part: tuple[slice, ...], dtype: torch.dtype, target: Tensor
+) -> None:
+    """`target` with `part` of a tensor of this shape and dtype, which stands at byte `at` of the file."""
+    entry = prod(shape[1:]) * dtype.itemsize  # bytes
+    at += part[0].start * entry
+    whole = all(cut.stop - cut.start == size for cut, size in zip(part[1:], shape[1:], strict=True))
+    if whole and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+        _read_exactly(file, at, target)
+        return
+    if len(shape) > 1 and (entry > BOUNCE_BYTES or (not whole and len(shape) > 2)):
+        for row, inner in enumerate(target):
+            _fill(file, at + row * entry, shape[1:], part[1:], dtype, inner)
+        return
+    step = min(len(target), max(1, BOUNCE_BYTES // entry))
+    pinned = target.device.type == "cuda"
+    # for a GPU it is locked, so that it can copy out of it; a thread begins with the first GPU, which may be another's
+    with torch.cuda.device(target.device) if pinned else nullcontext():
+        bounce = torch.empty(step * entry, dtype=torch.uint8, pin_memory=pinned)
+    for row in range(0, len(target), step):
+        rows = target[row : row + step]
+        held = bounce[: len(rows) * entry]
+        _read_exactly(file, at + row * entry, held)
+        rows.copy_(held.view(dtype).view(len(rows), *shape[1:])[(slice(None), *part[1:])])
 
 
 def _read_exactly(file: int, at: int, target: Tensor) -> None:

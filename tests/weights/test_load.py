@@ -80,7 +80,6 @@ def test_one_report_of_everything(save):
         "  1 of another dtype:",
         "    plain.3 is U8, wanted BF16, F16 or F32",
     ]
-    assert checkpoint.bytes_read == 0
     assert all(slot.target.isnan().all() for slot in wanted.values())
 
 
