@@ -42,6 +42,7 @@ from torch import Tensor
 
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
 from inkcap.base.errors import EngineFault
+from inkcap.base.formats import Numerics
 from inkcap.base.log import start_logging
 from inkcap.base.request import EngineInfo, GenerateRequest, SamplingParams, TokenDelta
 from inkcap.base.sampling import TokenRules
@@ -330,6 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="inkling-tp8")
     parser.add_argument("--weights", choices=("bf16", "nvfp4"), default="bf16", help="nvfp4: as published")
+    parser.add_argument("--numerics", choices=list(Numerics), type=Numerics, default=Numerics.W4A16)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--decode", nargs="*", default=["1x1024"], metavar="BATCHxCONTEXT")
@@ -356,7 +358,7 @@ def main() -> None:
         shape = fewer_layers(shape, args.layers)
     bind(device, dict(pair.split("=") for pair in args.ops))
     begin = time.perf_counter()
-    model, sizes = make_model(shape, args.weights, device)
+    model, sizes = make_model(shape, args.weights, device, args.numerics)
     if args.cut:
         cut(model)
     print(f"model: {sum(sizes.values()) / 1e9:.2f} GB in {time.perf_counter() - begin:.1f} s", flush=True)
@@ -365,6 +367,7 @@ def main() -> None:
         "shape": args.shape,
         "layers": shape.num_hidden_layers,
         "weights": args.weights,
+        "numerics": args.numerics,
         "cut": args.cut,
     }
     params = SamplingParams(

@@ -10,7 +10,7 @@ from math import log2, prod
 import torch
 from torch import Tensor
 
-from inkcap.base.formats import WeightFormat
+from inkcap.base.formats import Numerics, WeightFormat
 from inkcap.layers.formats import Stored
 from inkcap.models.base import Model
 from inkcap.models.inkling.config import InklingConfig
@@ -147,24 +147,30 @@ def fewer_layers(shape: InklingConfig | Inkling2Config, layers: int) -> InklingC
     return replace(shape, num_hidden_layers=layers, sliding=shape.sliding[:layers], loop=None)
 
 
-def stored_as(shape: InklingConfig | Inkling2Config, weights: str) -> dict[int, Stored]:
+def stored_as(
+    shape: InklingConfig | Inkling2Config, weights: str, numerics: Numerics = Numerics.W4A16
+) -> dict[int, Stored]:
     """How the experts of each layer are stored. `nvfp4`: as published, where the last sixth may be MXFP8."""
     if weights == "bf16":
         return {}
-    packed = Stored(WeightFormat.NVFP4, WeightFormat.NVFP4)
+    packed = Stored(WeightFormat.NVFP4, WeightFormat.NVFP4, numerics)
     layers = range(shape.num_hidden_layers)
     if isinstance(shape, InklingConfig):
         return {n: packed for n in layers if not shape.dense(n)}
     first = len(layers) - len(layers) // 6
-    return {n: packed if n < first else Stored(WeightFormat.MXFP8, WeightFormat.MXFP8) for n in layers}
+    last = Stored(WeightFormat.MXFP8, WeightFormat.MXFP8, numerics)
+    return {n: packed if n < first else last for n in layers}
 
 
 def make_model(
-    shape: InklingConfig | Inkling2Config, weights: str, device: torch.device
+    shape: InklingConfig | Inkling2Config,
+    weights: str,
+    device: torch.device,
+    numerics: Numerics = Numerics.W4A16,
 ) -> tuple[Inkling | Inkling2, dict[str, int]]:
     """A model of random weights, and the bytes of its parameters as stored, by slot."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    stored = stored_as(shape, weights)
+    stored = stored_as(shape, weights, numerics)
     if isinstance(shape, InklingConfig):
         units = shape.expert_intermediate_size
         model: Inkling | Inkling2 = Inkling(shape, Comm.alone(), dtype, device, stored)

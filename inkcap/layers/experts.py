@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from inkcap.layers.batch import Batch
-from inkcap.layers.formats import Grid, Stored, matrices
+from inkcap.layers.formats import Grid, Stored, matrices, rounded
 from inkcap.layers.linear import prefixed
 from inkcap.layers.router import SigmoidRouter, SinkRouter
 from inkcap.layers.sconv import ShortConv
@@ -50,7 +50,7 @@ class RoutedMatrices:
 
     def rounded_up(self, rows: Normed) -> Normed:
         """Normed rows [T, C] as w13's format has them; every rank has all of each."""
-        return rows.replaced(self.up.round_inputs(rows.tensor(), ALONE))
+        return rows.replaced(rounded(rows.tensor(), self.up.rounding, ALONE))
 
     def w13(self) -> Weights:
         """[E, 2 I, C]."""
@@ -127,7 +127,7 @@ class RoundedExperts(Experts):
         route = self.router(rows)
         act = routed_up(self.routed.rounded_up(rows), route, self.routed.w13(), None)
         shared = project(rows, self.shared_w13.flatten(0, 1)).unflatten(1, (len(self.shared_w13), -1))
-        return Activated(self.routed.down.round_inputs(act, self.comm), swiglu(shared, route.gammas), route)
+        return Activated(rounded(act, self.routed.down.rounding, self.comm), swiglu(shared, route.gammas), route)
 
 
 class RoutedExperts:
@@ -205,4 +205,4 @@ class RoundedRoutedExperts(RoutedExperts):
         """As `RoutedExperts`."""
         route = self.router(rows)
         act = routed_up(self.routed.rounded_up(rows), route, self.routed.w13(), self.caps)
-        return self.routed.down.round_inputs(act, self.comm), route
+        return rounded(act, self.routed.down.rounding, self.comm), route

@@ -13,11 +13,10 @@ from inkcap.ops.quantize.ref import (
     E4M3_MAX,
     MXFP8_BLOCK,
     NVFP4_BLOCK,
+    Rounding,
     mxfp8_decode,
-    mxfp8_encode,
     nvfp4_decode,
-    nvfp4_encode,
-    nvfp4_encode_four_over_six,
+    round_rows,
 )
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.share import Share
@@ -63,21 +62,25 @@ class Matrices(Protocol):
     """The matrices of all experts of a layer, [experts, rows, columns]."""
 
     weights: Weights | None  # what ops multiply; None until `unpack`
+    rounding: Rounding | None  # of what is multiplied with them in reference numerics; None: it stays as it is
 
     def slots(self, name: str) -> dict[str, Slot]:
         """`name`, or names that begin with it."""
         ...
 
     def unpack(self) -> None:
-        """Called once all slots are filled: make `weights`."""
+        """Called once all slots are filled: make `weights` and `rounding`."""
         ...
 
-    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
-        """x [..., columns] as the publishers' kernels for this format round what they multiply, in the dtype of x.
 
-        `comm`: the ranks that hold the other columns of these rows; what comes out does not depend on their number.
-        """
-        ...
+def rounded(x: Tensor, how: Rounding | None, comm: Comm) -> Tensor:
+    """x [..., columns] as publishers' kernels round what they multiply, in the dtype of x.
+
+    `comm`: the ranks that hold the other columns of these rows; what comes out does not depend on their number.
+    """
+    if how is None:
+        return x
+    return round_rows(x, how, comm.all_max(x.abs().amax(-1)) if how.by_row and comm.size > 1 else None)
 
 
 class DenseMatrices:
@@ -88,6 +91,7 @@ class DenseMatrices:
         shape = (grid.experts, grid.rows.count, grid.columns.count)
         self.held = torch.empty(shape, dtype=dtype, device=device)
         self.weights: Weights | None = self.held
+        self.rounding: Rounding | None = None
 
     def slots(self, name: str) -> dict[str, Slot]:
         """`name` [E, rows, columns]."""
@@ -95,10 +99,6 @@ class DenseMatrices:
 
     def unpack(self) -> None:
         """Nothing is packed."""
-
-    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
-        """As it is."""
-        return x
 
 
 class Nvfp4Matrices:
@@ -113,8 +113,8 @@ class Nvfp4Matrices:
         self.scales = torch.empty(*rows, columns // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=device)
         self.amax = torch.empty(grid.experts, dtype=torch.float32, device=device)
         self.denominator = torch.empty((), dtype=torch.float32, device=device)
-        self.limit = 0.0  # of block scales of activations, from the denominator
         self.weights: Weights | None = None
+        self.rounding: Rounding | None = None
 
     def slots(self, name: str) -> dict[str, Slot]:
         """`name` with `.codes` [E, rows, columns / 2], `.scales` [.., columns / 16], `.amax` [E], `.denominator` []."""
@@ -129,18 +129,18 @@ class Nvfp4Matrices:
         """What every product of code and scale is multiplied by: [E] fp32."""
         return self.amax / self.denominator
 
+    def rounds(self) -> Rounding:
+        """Four-over-Six with a factor per whole row, its limit that of the weights' denominator."""
+        return Rounding(NVFP4_BLOCK, limit=self.denominator.item() / E2M1_MAX)
+
     def unpack(self) -> None:
         """On a GPU the codes stay, and kernels decode them; elsewhere decode to the model's dtype."""
-        self.limit = self.denominator.item() / E2M1_MAX
+        self.rounding = self.rounds()
         if keeps_codes(self.codes):
             self.weights = Coded(self.codes, self.scales, self.factor(), self.dtype)
         else:
             self.weights = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype)
         del self.codes, self.scales
-
-    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
-        """Four-over-Six with a factor per whole row, its limit that of the weights' denominator."""
-        return nvfp4_decode(*nvfp4_encode_four_over_six(x, comm.all_max(x.abs().amax(-1)), self.limit), x.dtype)
 
 
 class Nvfp4Scale2Matrices(Nvfp4Matrices):
@@ -166,10 +166,10 @@ class Nvfp4Scale2Matrices(Nvfp4Matrices):
         """As stored: a multiplier, [E] fp32."""
         return self.amax
 
-    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
+    def rounds(self) -> Rounding:
         """NVFP4 with the one factor that the checkpoint's input_amax gives."""
-        factor = self.input_amax[0] / (E2M1_MAX * E4M3_MAX)
-        return nvfp4_decode(*nvfp4_encode(x, factor), factor, x.dtype)
+        factor = self.input_amax[0].cpu() / (E2M1_MAX * E4M3_MAX)  # a GPU would multiply by a rounded reciprocal
+        return Rounding(NVFP4_BLOCK, factor.to(self.input_amax.device))
 
 
 class Mxfp8Matrices:
@@ -183,6 +183,7 @@ class Mxfp8Matrices:
         self.codes = torch.empty(*rows, columns, dtype=torch.float8_e4m3fn, device=device)
         self.scales = torch.empty(*rows, columns // MXFP8_BLOCK, dtype=torch.uint8, device=device)
         self.weights: Weights | None = None
+        self.rounding: Rounding | None = Rounding(MXFP8_BLOCK)
 
     def slots(self, name: str) -> dict[str, Slot]:
         """`name` with `.codes` [E, rows, columns] and `.scales` [E, rows, columns / 32]."""
@@ -198,10 +199,6 @@ class Mxfp8Matrices:
         else:
             self.weights = mxfp8_decode(self.codes, self.scales, self.dtype)
         del self.codes, self.scales
-
-    def round_inputs(self, x: Tensor, comm: Comm) -> Tensor:
-        """MXFP8 with scales rounded up."""
-        return mxfp8_decode(*mxfp8_encode(x), x.dtype)
 
 
 KINDS = {

@@ -9,6 +9,7 @@ from inkcap.ops.linear import each as linear_each
 from inkcap.ops.linear import triton as linear_triton
 from inkcap.ops.mix import triton as mix_triton
 from inkcap.ops.norm import triton as norm_triton
+from inkcap.ops.quantize import triton as quantize_triton
 from inkcap.ops.router import triton as router_triton
 from inkcap.ops.rows import triton as rows_triton
 from inkcap.ops.sample import triton as sample_triton
@@ -24,6 +25,7 @@ __all__ = [
     "linear_triton",
     "mix_triton",
     "norm_triton",
+    "quantize_triton",
     "router_triton",
     "rows_triton",
     "sample_triton",

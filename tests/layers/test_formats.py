@@ -7,7 +7,7 @@ from packed import packed
 from inkcap.base.errors import ConfigInvalid
 from inkcap.base.formats import WeightFormat
 from inkcap.layers import formats
-from inkcap.layers.formats import Grid, matrices
+from inkcap.layers.formats import Grid, matrices, rounded
 from inkcap.ops.quantize.coded import Coded
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.share import Share, split
@@ -80,9 +80,10 @@ def test_rows_are_rounded_under_a_static_factor():
     held = matrices(stored, next(iter(grids(1, 1))), torch.float32, CPU)
     for name, slot in held.slots("w").items():
         slot.fill(parts(stored)[0][name])
+    held.unpack()
     x = torch.zeros(2, 32)
     x[0, :4] = torch.tensor([24.0, 12.0, 8.0, -4.0])
     x[1, 0] = 1e6
-    got = held.round_inputs(x, Comm.alone())
+    got = rounded(x, held.rounding, Comm.alone())
     assert torch.allclose(got[0, :4], x[0, :4], rtol=1e-6)
     assert got[1, 0] == pytest.approx(24.0)

@@ -4,6 +4,8 @@ NVFP4: two E2M1 codes a byte (even column in the low nibble), one E4M3 scale per
 MXFP8: one E4M3 code a byte, one power of two (UE8M0) per 32 columns.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -19,15 +21,34 @@ FOUR_OVER_SIX_LIMIT = 256.0  # largest block scale aimed at, so that 1.5 times a
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How a publisher's kernels round what they multiply with a matrix in codes."""
+
+    block: int  # NVFP4_BLOCK or MXFP8_BLOCK
+    factor: Tensor | None = None  # [] fp32 of NVFP4; None: Four-over-Six with a factor for each row
+    limit: float = FOUR_OVER_SIX_LIMIT
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a row's largest magnitude matters."""
+        return self.block == NVFP4_BLOCK and self.factor is None
+
+
 def leading(factor: Tensor, like: Tensor) -> Tensor:
     """`factor`, which belongs to the first dimensions of `like`, shaped to broadcast over the rest."""
     return factor.float().reshape(*factor.shape, *(1,) * (like.dim() - factor.dim()))
 
 
-def blocks_of(x: Tensor, size: int) -> Tensor:
-    """x [..., K] as fp32 [..., K / size, size]. Raises ValueError unless K is a multiple of `size`."""
+def check_columns(x: Tensor, size: int) -> None:
+    """Raises ValueError unless the columns of x [..., K] divide into blocks of `size`."""
     if x.shape[-1] == 0 or x.shape[-1] % size:
         raise ValueError(f"{x.shape[-1]} columns do not divide into blocks of {size}; pad them with zeros")
+
+
+def blocks_of(x: Tensor, size: int) -> Tensor:
+    """x [..., K] as fp32 [..., K / size, size]. Raises ValueError unless K is a multiple of `size`."""
+    check_columns(x, size)
     return x.float().unflatten(-1, (-1, size))
 
 
@@ -147,3 +168,17 @@ def mxfp8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.where(amax == 0, 0, (power + 127).clamp(min=0))
     scales = torch.where(amax.isfinite(), scales, 255).to(torch.uint8)
     return e4m3(blocks / e8m0(scales)[..., None]).flatten(-2), scales
+
+
+@op
+def round_rows(x: Tensor, how: Rounding, amax: Tensor | None = None) -> Tensor:
+    """x [..., K] encoded and decoded again: numbers of a format, in the dtype of x.
+
+    amax: largest magnitudes [...] of whole rows, for Four-over-Six where x holds a part of each.
+    """
+    if how.block == MXFP8_BLOCK:
+        return mxfp8_decode(*mxfp8_encode(x), x.dtype)
+    if how.factor is not None:
+        return nvfp4_decode(*nvfp4_encode(x, how.factor), how.factor, x.dtype)
+    peak = x.abs().amax(-1) if amax is None else amax
+    return nvfp4_decode(*nvfp4_encode_four_over_six(x, peak, how.limit), x.dtype)
