@@ -17,10 +17,9 @@ import numpy as np
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from numpy.typing import NDArray
 
-from inkcap.base.room import LETTER, MOST_ROOM, fitting, letters, witness
+from inkcap.base.room import LETTER, WORDS, Rooms, steady, witness
 from inkcap.base.vocabulary import END_TURN, ORDINARY, SPLIT, VOCAB, read_ranks
 
-WORDS = -(-VOCAB // 32)  # 32-bit words of one row of masks
 ROW_BYTES = WORDS * 4
 KEPT_GRAMMARS = 512  # compiled, of a process
 COMPILERS = 2  # threads
@@ -85,31 +84,41 @@ def json_grammar(schema: object, compact: bool = False, blanks: str = BLANKS) ->
     return f"start: json\njson: {json_rule(schema, compact, blanks)}\n"
 
 
+class Compiled(NamedTuple):
+    """A grammar: over all tokens and, if its strings have witnesses, over those that have to be walked inside them."""
+
+    whole: llguidance.LLMatcher
+    rest: llguidance.LLMatcher | None
+    witness: list[int]  # one token, as often as rooms are told apart
+    steady: bool
+
+
 class Matcher:
     """Where one text is in one grammar."""
 
-    __slots__ = ("behind", "inner", "rest", "witness")
+    __slots__ = ("behind", "grammar", "inner", "inside", "least", "rest", "room", "rooms")
 
-    def __init__(self, inner: llguidance.LLMatcher, rest: llguidance.LLMatcher | None, witness: int) -> None:
-        """`rest`: of the same grammar, over the tokens that are no plain text; None: not needed."""
-        self.inner = inner
-        self.rest = rest
-        self.witness = witness
+    def __init__(self, grammar: Compiled, rooms: Rooms) -> None:
+        self.grammar = grammar
+        self.rooms = rooms
+        self.inner = grammar.whole.deep_copy()
+        self.rest = grammar.rest and grammar.rest.deep_copy()
         self.behind: list[int] = []  # tokens that `rest` has not seen yet
+        # In a string: what could come next when the room was larger, and the room now, as far as that is known.
+        self.inside: NDArray[np.uint32] | None = None
+        self.room = 0
+        self.least = 0
 
-    def consume(self, token: int) -> None:
-        """Go on by one token; a token that may not come next makes an error."""
-        self.inner.consume_token(token)
+    def consume(self, token: int) -> bool:
+        """Go on by one token. False: it may not come next, or a limit is reached, see `error`."""
         if self.rest is not None:
             self.behind.append(token)
-
-    @property
-    def room(self) -> int:
-        """Letters that a bounded string has room for, up to MOST_ROOM; 0: more, or this is no such string."""
-        if self.rest is None:
-            return 0
-        room = self.inner.validate_tokens([self.witness] * (MOST_ROOM + 1))
-        return room if room <= MOST_ROOM else 0
+            if self.inside is not None:
+                letters = self.rooms.letters[token]
+                self.room -= letters
+                if not letters or self.room < self.least:
+                    self.inside = None
+        return self.inner.consume_token(token)
 
     @property
     def accepting(self) -> bool:
@@ -120,14 +129,6 @@ class Matcher:
     def error(self) -> str:
         """Why this matcher can say nothing any more; empty while it can."""
         return readable(self.inner.get_error()) if self.inner.is_error() else ""
-
-
-class Compiled(NamedTuple):
-    """A grammar: over all tokens, and if that helps over those that are no plain text; and the witness of rooms."""
-
-    whole: llguidance.LLMatcher
-    rest: llguidance.LLMatcher | None
-    witness: int
 
 
 class Compiler:
@@ -143,12 +144,10 @@ class Compiler:
         for piece, token in ranks.items():
             self.pieces[token] = piece
         self._tokenizer = tokenizer(ranks, SLICES)
-        lengths = np.zeros(WORDS * 32, np.int64)
-        for piece, token in ranks.items():
-            lengths[token] = letters(piece)
-        self._fitting = fitting(lengths)
-        self._rest = tokenizer({piece: t for piece, t in ranks.items() if len(piece) == 1 or not lengths[t]}, [])
+        self._rooms = Rooms(ranks)
+        self._rest = tokenizer(self._rooms.rest, [])
         self._bytes = [ranks[bytes((byte,))] for byte in range(256)]
+        self._key = [self._bytes[byte] for byte in b'":']  # what ends a string if that is a key
         self._limits = limits()
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Future[Compiled]] = OrderedDict()
@@ -174,8 +173,7 @@ class Compiler:
 
     def matcher(self, grammar: str) -> Matcher:
         """A matcher at the start of a text; waits for the grammar."""
-        found = self.begin(grammar).result()
-        return Matcher(found.whole.deep_copy(), found.rest and found.rest.deep_copy(), found.witness)
+        return Matcher(self.begin(grammar).result(), self._rooms)
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -> None:
         """Write masks to rows of masks [n, WORDS]: bit t of the row is set if token t may come next.
@@ -184,23 +182,39 @@ class Compiler:
         """
         assert masks.strides == (ROW_BYTES, 4), "rows of masks follow one another"
         address = masks.ctypes.data
+        fitting, longest = self._rooms.fitting, self._rooms.longest
         for matcher, row in matchers:
-            room = matcher.room
-            rest = self._caught_up(matcher) if room else None
-            filler = matcher.inner if rest is None else rest
-            filler.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
-            if rest is not None:
-                masks[row] |= self._fitting[room]
+            if matcher.inside is not None:
+                np.bitwise_and(matcher.inside, fitting[min(matcher.room, longest)], out=masks[row])
+            elif matcher.rest is not None and matcher.inner.validate_tokens(matcher.grammar.witness[:1]):
+                self._fill_in_string(matcher, masks[row])
+            else:
+                matcher.inner.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
 
-    def _caught_up(self, matcher: Matcher) -> llguidance.LLMatcher | None:
-        """The matcher without plain text, where the whole one is; None if its limits do not let it come that far."""
-        if matcher.rest is None:
-            return None
+    def _fill_in_string(self, matcher: Matcher, mask: NDArray[np.uint32]) -> None:
+        """Write the mask [WORDS] inside a string that takes any letter, and keep it while nothing but the room changes.
+
+        That is so from where the string may end, unless it is a key, which may not be any text.
+        """
+        room = matcher.inner.validate_tokens(matcher.grammar.witness)
+        if self._fill_rest(matcher, mask):
+            mask |= self._rooms.plain & self._rooms.fitting[min(room, self._rooms.longest)]
+        else:
+            matcher.rest = None
+            matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, ROW_BYTES)
+        if matcher.grammar.steady and matcher.inner.validate_tokens(self._key) == 1:
+            matcher.inside, matcher.room = mask.copy(), room
+            matcher.least = self._rooms.longest if room == len(matcher.grammar.witness) else 1
+
+    def _fill_rest(self, matcher: Matcher, mask: NDArray[np.uint32]) -> bool:
+        """Write the mask of tokens that are no plain text; False if limits do not let `rest` come that far."""
+        assert matcher.rest is not None, "strings of this grammar have no witness"
         text = b"".join([self.pieces[token] for token in matcher.behind])
         matcher.behind.clear()
         if not matcher.rest.consume_tokens([self._bytes[byte] for byte in text]):
-            matcher.rest = None
-        return matcher.rest
+            return False
+        matcher.rest.unsafe_compute_mask_ptr(mask.ctypes.data, ROW_BYTES)
+        return not matcher.rest.is_error()
 
     def spelling(self, texts: tuple[bytes, ...]) -> tuple[int, ...]:
         """Tokens with which one of `texts`, none of them empty, may begin."""
@@ -217,9 +231,9 @@ class Compiler:
         whole = llguidance.LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
         letter = witness(grammar)
         if letter is None:
-            return Compiled(whole, None, 0)
+            return Compiled(whole, None, [], steady=False)
         rest = llguidance.LLMatcher(self._rest, grammar, limits=self._limits, log_level=0)
-        return Compiled(whole, rest, self.ids[letter.encode()])
+        return Compiled(whole, rest, [self.ids[letter.encode()]] * (2 * self._rooms.longest), steady(grammar))
 
 
 def tokenizer(ranks: Mapping[bytes, int], slices: list[str]) -> llguidance.LLTokenizer:

@@ -2,23 +2,35 @@
 
 llguidance finds the mask inside such a string by walking down most of the vocabulary, up to 2 ms, once the room is less
 than its longest slice of plain text. But of plain text exactly that fits which is not longer than the room; what is
-left to walk are the tokens that are no plain text, three of a hundred.
+left to walk are the tokens that end a string or write an escape, one or two of a hundred. And as long as only plain
+text follows, nothing changes but the room: of what was allowed at first, what needs more is not allowed any more.
 """
 
+import json
 import re
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inkcap.base.vocabulary import VOCAB
+
+WORDS = -(-VOCAB // 32)  # 32-bit words of one row of masks
 LETTER = r'[^"\\\x00-\x1F\x7F]'  # what may stand in a JSON string as it is
-MOST_ROOM = 16  # letters; with more room llguidance is quick, since its slices of plain text match
 WITNESSES = "¶§ЖλФщ"  # letters that hardly any schema mentions, each one token
-_PLAIN = re.compile(LETTER + "+")
+# Letters of tokens; bytes that are no whole letter are surrogates here.
+_LETTER = r'[^"\\\x00-\x1F\x7F\uDC80-\uDCFF]'
+_PLAIN = re.compile(_LETTER + "+")
+_STRING = re.compile(rf'(?:{_LETTER}|\\["\\/bfnrt]|\\u[0-9a-fA-F]{{4}})*')
+_ESCAPE = re.compile(r"\\u....|\\.")
+_CONTROL = re.compile(r"[\x00-\x1F\x7F]")
 # A grammar of one JSON schema: of `json_grammar`, or of a call.
 _OF_A_SCHEMA = re.compile(r'start: (?:json\njson|"[^\n]*" args "}"\nargs): %json (?P<schema>[^\n]*)\n')
 # Keywords by which a text can be held to more than its length, and those that put alternatives beside one another.
 _OTHER = ("pattern", "patternProperties", "propertyNames", "format", "not", "if")
 _BRANCH, _LITERAL = ("anyOf", "oneOf"), ("enum", "const")
+NEVER = np.iinfo(np.int16).max  # is what ids need that are no text
+_SCALARS = ("null", "boolean", "integer", "number")
 
 
 def witness(grammar: str) -> str | None:
@@ -38,17 +50,62 @@ def witness(grammar: str) -> str | None:
     return next((one for one in WITNESSES if one.lower() not in text and f"\\u{ord(one):04x}" not in text), None)
 
 
-def letters(piece: bytes) -> int:
-    """How many letters a token has; 0 if it is no plain text."""
-    try:
-        text = piece.decode()
-    except UnicodeDecodeError:
-        return 0
-    return len(text) if _PLAIN.fullmatch(text) else 0
+def steady(grammar: str) -> bool:
+    """Whether in a grammar that has a witness what may follow a string does not depend on its length.
+
+    It could if a text can be in two strings at once, so of alternatives all but one must be no string and hold none.
+    """
+    found = _OF_A_SCHEMA.fullmatch(grammar)
+    assert found is not None, "grammars that have a witness are of a schema"
+    left: list[object] = [json.loads(found["schema"])]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            for key in _BRANCH:
+                if isinstance(branches := value.get(key), list):
+                    kinds = [one.get("type") if isinstance(one, Mapping) else None for one in branches]
+                    if sum(kind not in _SCALARS for kind in kinds) > 1:
+                        return False
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return True
 
 
-def fitting(lengths: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Masks [MOST_ROOM + 1, n / 32] from the letters [n] of each token: row r has those with 1 to r."""
-    rooms = np.arange(MOST_ROOM + 1)[:, None]
-    bits = (lengths > 0) & (lengths <= rooms)
-    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+class Rooms:
+    """Of a vocabulary: which tokens fit in how much room."""
+
+    def __init__(self, ranks: Mapping[bytes, int]) -> None:
+        self.letters = [0] * WORDS * 32  # of each token that is plain text
+        self.rest: dict[bytes, int] = {}  # tokens that have to be walked inside a string, and all bytes
+        needs = np.full(WORDS * 32, NEVER, np.int16)
+        for piece, token in ranks.items():
+            text = piece.decode("utf-8", "surrogateescape")
+            if _PLAIN.fullmatch(text):
+                needs[token] = self.letters[token] = len(text)
+            else:
+                needs[token], barred = needed(text)
+                if not barred:
+                    self.rest[piece] = token
+        self.rest |= {piece: ranks[piece] for piece in map(bytes, zip(range(256), strict=True))}
+        self.longest = int(needs[needs < NEVER].max())  # with as much room all tokens fit
+        # [longest + 1, WORDS]: row r has those that need up to r letters
+        self.fitting = np.stack([bits(needs <= most) for most in range(self.longest + 1)])
+        self.plain = bits(np.array(self.letters) > 0)
+
+
+def needed(text: str) -> tuple[int, bool]:
+    """Letters that a token writes or begins before it ends the string, and whether no string can have it.
+
+    That is so if a control character stands before the end.
+    """
+    string = _STRING.match(text)
+    assert string is not None, "no text is text, too"
+    behind = text[string.end() : string.end() + 1]
+    begun = behind not in ("", '"')
+    return len(_ESCAPE.sub("x", string[0])) + begun, begun and _CONTROL.match(behind) is not None
+
+
+def bits(allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """A row of masks [n / 32] from booleans [n]."""
+    return np.packbits(allowed, bitorder="little").view(np.uint32)

@@ -10,7 +10,7 @@ from torch import Tensor
 from inkcap.base.matching import WORDS, Compiler, Matcher
 from inkcap.base.step import RowSetup
 from inkcap.runner.transfer import Download
-from inkcap.sampling.guide import Guide, Mask, Masks
+from inkcap.sampling.guide import Guide, Mask, Masks, end_texts
 
 EVERY = np.uint32(0xFFFFFFFF)  # a word of masks: all of its tokens
 
@@ -90,8 +90,8 @@ class Guides:
             words[place] = mask
         if texts and self._compiler is not None:
             self._compiler.fill([(matcher, place) for place, _, matcher in texts], words)
+            end_texts([(place, guide) for place, guide, _ in texts], words)
             for place, guide, _ in texts:
-                guide.end_text(words[place])
                 if guide.failed:
                     self._fail(rows[place], guide)
                     words[place] = EVERY

@@ -3,7 +3,7 @@
 A guide follows one row's tokens. It is rebuilt from them when a row resumes, so it has no state that could be lost.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,8 +121,8 @@ class Guide:
         if token in STOP_TOKENS or (token == END_MESSAGE and self._state == BODY):
             self._close(token)
         elif self.matcher is not None:
-            self.matcher.consume(token)
-            self.failed = self.matcher.error
+            if not self.matcher.consume(token):
+                self.failed = self.matcher.error
         elif self._kind == THINKING:
             self._thinking += 1
 
@@ -153,6 +153,11 @@ class Guide:
     @property
     def _calls_left(self) -> bool:
         return self.rules.most_calls is None or self._calls < self.rules.most_calls
+
+    @property
+    def raw(self) -> bool:
+        """Whether the turn is one text, without messages."""
+        return self._state == RAW
 
     def allowed(self) -> Mask | None:
         """What may come next, but for texts under a grammar (`matcher`); None: anything."""
@@ -203,16 +208,22 @@ class Guide:
             refused += (CALL_TEXT,) if named else (CALL_JSON, CALL_TEXT)
         return masks.all_but(*refused) if refused else None
 
-    def end_text(self, mask: Mask) -> None:
-        """Finish a mask of `matcher`: a text may end where its grammar is complete, and has no control token."""
-        assert self.matcher is not None, "no text under a grammar is open"
-        mask[LAST_TEXT_WORD] &= LAST_TEXT_BITS
-        mask[LAST_TEXT_WORD + 1 :] = 0
-        if self.matcher.accepting:
-            end = END_TURN if self._state == RAW else END_MESSAGE
-            mask[end // 32] |= np.uint32(1 << end % 32)
-        elif not mask.any():
-            self.failed = self.matcher.error or "the grammar allows no token here"
+
+def end_texts(texts: Sequence[tuple[int, Guide]], masks: NDArray[np.uint32]) -> None:
+    """Finish masks of matchers: a text may end where its grammar is complete, and has no control token.
+
+    `texts`: a row of masks [n, WORDS], and the guide whose matcher filled it.
+    """
+    rows = [row for row, _ in texts]
+    masks[rows, LAST_TEXT_WORD] &= LAST_TEXT_BITS
+    masks[rows, LAST_TEXT_WORD + 1 :] = 0
+    for row, guide in texts:
+        assert guide.matcher is not None, "no text under a grammar is open"
+        if guide.matcher.accepting:
+            end = END_TURN if guide.raw else END_MESSAGE
+            masks[row, end // 32] |= np.uint32(1 << end % 32)
+        else:
+            guide.failed = guide.matcher.error  # a grammar that allows no token here, or a limit
 
 
 assert VOCAB <= WORDS * 32, "a row of masks has a bit for each token"

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inkcap.base.matching import WORDS, Compiler, Matcher, json_grammar
-from inkcap.base.room import MOST_ROOM, fitting, letters, witness
+from inkcap.base.matching import WORDS, Compiler, json_grammar
+from inkcap.base.room import Rooms, needed, steady, witness
 from inkcap.base.vocabulary import VOCAB, read_rank_file
 from inkcap.chat.grammar import call_grammar
 
@@ -36,6 +36,12 @@ SCHEMAS = {
     "nested": of(a=of(b=of(c=text(8)))),
     "referred to": {"$defs": {"short": text(6)}, **of(a={"$ref": "#/$defs/short"}, b={"$ref": "#/$defs/short"})},
     "both": of(a={"allOf": [text(9), text(5)]}),
+    "long": of(a=text(150), b=text(300, minLength=20)),
+    "unbounded, too": of(a={"type": "string"}, b=text(9), c={"type": "string", "minLength": 4}),
+    "keys": of(closed=False, name={"type": "integer"}, a=text(9)) | {"additionalProperties": {"type": "string"}},
+    "values of any key": {"type": "object", "additionalProperties": text(20)},
+    "one of alternatives": of(a={"anyOf": [text(14), {"type": "null"}]}, b={"type": "array", "items": text(3)}),
+    "alternatives that differ": {"anyOf": [of(a=text(3), b=text(3)), of(a=text(9), c=text(3))]},
 }
 
 
@@ -51,31 +57,91 @@ def masks(compiler, *matchers):
     return out
 
 
+class Walked:
+    """A matcher whose masks llguidance makes alone."""
+
+    def __init__(self, compiler, grammar):
+        self.inner = compiler.matcher(grammar).inner
+
+    def mask(self):
+        return np.frombuffer(self.inner.compute_bitmask(), np.uint32)
+
+
+def fill(compiler, matcher):
+    out = np.zeros((1, WORDS), np.uint32)
+    compiler.fill([(matcher, 0)], out)
+    return out[0]
+
+
+def bits(mask):
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+
+
+def differences(compiler, got, wanted):
+    """The tokens in which masks differ, and up to five of them as text."""
+    tokens = np.flatnonzero(bits(got ^ wanted))
+    return len(tokens), [compiler.pieces[token] for token in tokens[:5]]
+
+
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_quick_masks_are_those_of_the_whole_grammar(compiler, name, compact):
     grammar = call_grammar("f", SCHEMAS[name]) if compact else json_grammar(SCHEMAS[name])
     assert witness(grammar) is not None
     rng = np.random.default_rng(sum(name.encode()) + compact)
-    rooms = set()
+    quoted = [token for piece, token in compiler.ids.items() if b'"' in piece]
+    inside = 0
     for _ in range(3):
-        quick = compiler.matcher(grammar)
-        whole = Matcher(compiler.matcher(grammar).inner, None, 0)
+        quick, whole = compiler.matcher(grammar), Walked(compiler, grammar)
         for _ in range(60):
-            rooms.add(quick.room)
-            got, wanted = masks(compiler, quick, whole)
-            assert (got == wanted).all(), (name, quick.room)
-            bits = np.unpackbits(wanted.view(np.uint8), bitorder="little")[:VOCAB]
-            allowed = np.flatnonzero(bits)
+            kept = quick.inside is not None
+            got, wanted = fill(compiler, quick), whole.mask()
+            assert (got == wanted).all(), (name, kept, quick.room, differences(compiler, got, wanted))
+            inside += kept
+            allowed = np.flatnonzero(bits(wanted))
             if not len(allowed) or quick.inner.is_stopped():
                 break
             # every kind of token gets its turn, not only those of which there are many
             short = [token for token in allowed[rng.integers(len(allowed), size=8)] if len(compiler.pieces[token]) < 4]
-            token = int(rng.choice(short or allowed))
-            quick.consume(token)
-            whole.consume(token)
-    assert rooms - {0}, "the quick way was gone"
-    assert not quick.error
+            quotes = np.intersect1d(allowed, quoted) if rng.random() < 0.2 else ()
+            token = int(rng.choice(quotes if len(quotes) else short or allowed))
+            assert quick.consume(token)
+            assert whole.inner.consume_token(token)
+        assert not quick.error
+    assert not inside or steady(grammar)
+
+
+@pytest.mark.parametrize("least", [0, 3])
+def test_every_room_has_its_own_mask_down_to_none(compiler, least):
+    grammar = json_grammar(of(a=text(140, minLength=least), b=text(2)))
+    quick, whole = compiler.matcher(grammar), Walked(compiler, grammar)
+    for i, token in enumerate(compiler.ids[piece] for piece in [b'{"', b"a", b'":"', *[b"x"] * 140]):
+        assert (quick.inside is not None) == (i > 3 + least), "from where the string may end"
+        assert (fill(compiler, quick) == whole.mask()).all()
+        assert quick.consume(token)
+        assert whole.inner.consume_token(token)
+    assert quick.inside is None, "the end may be forced"
+    assert (fill(compiler, quick) == whole.mask()).all()
+    assert not bits(whole.mask())[compiler.ids[b"x"]]
+
+
+def test_what_follows_a_string_must_not_depend_on_its_length():
+    assert not steady(json_grammar(SCHEMAS["alternatives"]))
+    assert not steady(json_grammar(SCHEMAS["alternatives that differ"]))
+    assert steady(json_grammar(SCHEMAS["one of alternatives"]))
+    assert steady(json_grammar(of(a=text(3), anyOf=text(4))))
+
+
+def test_limits_of_the_quick_way_leave_the_slow_one(compiler):
+    grammar = json_grammar(SCHEMAS["one"])
+    quick, whole = compiler.matcher(grammar), Walked(compiler, grammar)
+    for token in (compiler.ids[piece] for piece in (b'{"', b"a", b'":"')):
+        assert quick.consume(token)
+        assert whole.inner.consume_token(token)
+    quick.rest.consume_token(compiler.ids[b"}"])  # an error, as limits make one
+    assert (fill(compiler, quick) == whole.mask()).all()
+    assert quick.rest is None
+    assert quick.consume(compiler.ids[b"x"])
 
 
 WALKED = {
@@ -96,15 +162,19 @@ def test_other_strings_are_walked(compiler, name):
     assert witness(f"{json_grammar(SCHEMAS['one'])}X: /a+/\n") is None, "only grammars of a schema and nothing else"
 
 
-def test_what_fits_is_plain_and_no_longer_than_the_room(compiler):
-    counts = {b"a": 1, b"ab c": 4, "Ж€".encode(): 2, b'a"': 0, b"\\": 0, b"\n": 0, b"\xd0": 0, b"\x7f": 0}
-    assert {piece: letters(piece) for piece in counts} == counts
-    lengths = np.zeros(WORDS * 32, np.int64)
-    lengths[compiler.ids[b" the"]] = 4
-    lengths[compiler.ids[b"Hello"]] = 5
-    bits = np.unpackbits(fitting(lengths).view(np.uint8), axis=1, bitorder="little")
-    assert not bits[0].any()
-    for room in range(1, MOST_ROOM + 1):
-        assert set(np.flatnonzero(bits[room])) == {
-            compiler.ids[piece] for piece in (b" the", b"Hello")[: max(0, room - 3)]
-        }
+def test_what_a_token_needs_inside_a_string():
+    counts = {'a"': 1, '",': 0, "ab\\n": 3, "\\u00e9x": 2, "\\": 1, "a\\u0": 2, "Ж\udcd0": 2, "\udc80": 1}
+    assert {piece: needed(piece) for piece in counts} == {piece: (most, False) for piece, most in counts.items()}
+    assert [needed(piece)[1] for piece in ("\n", "a\x7f", '"\n', 'ab\n"')] == [True, True, False, True]
+
+
+def test_what_fits_needs_no_more_than_the_room():
+    ranks = {bytes((byte,)): byte for byte in range(256)} | {b" the": 300, b"Hello": 301, b'ab"': 302, b"a\n": 303}
+    rooms = Rooms(ranks)
+    fitting = [bits(row) for row in rooms.fitting]
+    assert rooms.longest == 5
+    assert {token for token in range(300, 304) if fitting[3][token]} == {302, 303}
+    assert {token for token in range(300, 304) if fitting[5][token]} == {300, 301, 302, 303}
+    assert [token for token in range(300, 304) if bits(rooms.plain)[token]] == [300, 301]
+    assert [token for token in rooms.rest.values() if token >= 256] == [302]
+    assert rooms.letters[300] == 4
