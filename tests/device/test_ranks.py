@@ -1,4 +1,4 @@
-"""A small model on two GPUs against the same model on one: sums over NCCL, sharded weights, captured steps."""
+"""A small model on two GPUs and on one against the references in fp32: sums over NCCL, shards, captured steps."""
 
 from random import Random
 
@@ -6,43 +6,28 @@ import pytest
 import torch
 
 from inkcap import LLM, SamplingParams
-from inkcap.models.inkling.demo import DemoShape
-from inkcap.models.inkling.demo import write as write_inkling
-from inkcap.models.inkling2.demo import write as write_inkling2
+from inkcap.models.inkling import demo as inkling
+from inkcap.models.inkling2 import demo as inkling2
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-SHAPE = DemoShape(
-    vocabulary=2000,
-    padded_vocabulary=2048,
-    hidden=512,
-    heads=8,
-    head_dim=64,
-    window=64,
-    extent=128,
-    floor=128,
-    dense_width=512,
-    expert_width=128,
-    experts=16,
-    chosen=4,
-    max_length=1024,
-    shards=1,
-)
-LENGTHS = (1, 63, 300, 301, 7)  # of prompts, tokens
+VOCABULARY = {"vocabulary": 2000, "padded_vocabulary": 2048, "max_length": 1024, "shards": 1}
+SIZES = {"hidden": 256, "heads": 8, "head_dim": 32, "window": 64, "extent": 128, "floor": 128, "expert_width": 64}
+LENGTHS = (1, 7, 63, 300) * 6  # of prompts, tokens
 
 
-def answers(path, ranks: int):
+def answers(path, device: str, ranks: int):
     """The answers and their log-probabilities, of prompts that run beside each other."""
     pick = Random(0)
     prompts = [[pick.randrange(500) for _ in range(length)] for length in LENGTHS]
-    params = SamplingParams(max_tokens=24, temperature=0, logprobs=2, prompt_logprobs=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=1, prompt_logprobs=0, ignore_eos=True)
     with LLM(
         path,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
-        device="cuda",
+        dtype="float32" if device == "cpu" else "bfloat16",
+        device=device,
         tensor_parallel_size=ranks,
         cache_memory_bytes=256 << 20,
         max_num_seqs=4,
@@ -50,25 +35,26 @@ def answers(path, ranks: int):
         return llm.generate(prompts, params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("family", ["inkling", "inkling2"])
-def test_two_gpus_agree_with_one(tmp_path, family):
-    if family == "inkling":
-        write_inkling(tmp_path / "demo", shape=SHAPE)
-    else:
-        write_inkling2(tmp_path / "demo")
-    apart, equal = [], 0
-    for one, two in zip(answers(tmp_path / "demo", 1), answers(tmp_path / "demo", 2), strict=True):
-        for alone, shared in zip(one.prompt_logprobs[1:], two.prompt_logprobs[1:], strict=True):
-            (token,) = alone
-            apart.append(abs(alone[token].logprob - shared[token].logprob))
-        (alone,), (shared,) = one.outputs, two.outputs
-        for step, (left, right) in enumerate(zip(alone.token_ids, shared.token_ids, strict=True)):
-            if left != right:  # rounding may only decide where the two best were close
-                assert shared.logprobs[step][right].logprob - alone.logprobs[step][left].logprob < 0.1
-                assert abs(alone.logprobs[step][left].logprob - alone.logprobs[step][right].logprob) < 0.1
+def distances(found, expected) -> tuple[torch.Tensor, torch.Tensor]:
+    """Between log-probabilities: of the prompts' tokens, and of the answers' up to the first that differs."""
+    prompts, drawn = [], []
+    for one, other in zip(found, expected, strict=True):
+        for left, right in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            (token,) = right
+            prompts.append(abs(left[token].logprob - right[token].logprob))
+        (one,), (other,) = one.outputs, other.outputs
+        for at, token in enumerate(other.token_ids):
+            if one.token_ids[at] != token:
                 break
-            apart.append(abs(alone.logprobs[step][left].logprob - shared.logprobs[step][right].logprob))
-            equal += 1
-    assert equal >= 24
-    assert torch.tensor(apart).median() < 0.02
-    assert max(apart) < 0.5
+            drawn.append(abs(one.logprobs[at][token].logprob - other.logprobs[at][token].logprob))
+    return torch.tensor(prompts), torch.tensor(drawn)
+
+
+@pytest.mark.parametrize("family", [inkling, inkling2])
+def test_two_gpus_are_as_close_to_the_references_as_one(tmp_path, family):
+    family.write(tmp_path / "demo", shape=family.DemoShape(**VOCABULARY, **SIZES))
+    expected = answers(tmp_path / "demo", "cpu", 1)
+    one, two = (distances(answers(tmp_path / "demo", "cuda", ranks), expected) for ranks in (1, 2))
+    for alone, shared in zip(one, two, strict=True):
+        assert len(shared) > 0.6 * len(alone)  # answers part where two tokens are close, on one GPU too
+        assert shared.mean() < 1.3 * alone.mean()
