@@ -50,7 +50,7 @@ def distances(found, expected) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(prompts), torch.tensor(drawn)
 
 
-@pytest.mark.parametrize("family", [inkling, inkling2])
+@pytest.mark.parametrize("family", [inkling, inkling2], ids=["first", "second"])
 def test_two_gpus_are_as_close_to_the_references_as_one(tmp_path, family):
     family.write(tmp_path / "demo", shape=family.DemoShape(**VOCABULARY, **SIZES))
     expected = answers(tmp_path / "demo", "cpu", 1)
