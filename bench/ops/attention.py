@@ -8,7 +8,7 @@ H200), or operations of visible pairs over 800 TFLOP/s.
 import argparse
 import json
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gate
@@ -34,6 +34,7 @@ class Case:
     window: int | None = None
     extent: int = 1024
     bound: int = 0  # what the host believes lengths to be; 0: the truth
+    bytes: int = 2  # of a number in the cache: bf16, or E4M3
 
 
 CASES = [
@@ -48,6 +49,7 @@ CASES = [
     Case("decode 8 x 1K", 8, 1, 1023),
     Case("decode 8 x window", 8, 1, 8191, kv=2, window=512, extent=512),
     Case("decode 8 x 32K", 8, 1, 32767),
+    Case("decode 8 x 131K", 8, 1, 131071),
     Case("decode 64 x 8K", 64, 1, 8191),
     Case("decode 64 x window", 64, 1, 8191, kv=2, window=512, extent=512),
     Case("decode 12q/2kv 131K", 1, 1, 131071, heads=12, kv=2),
@@ -57,6 +59,12 @@ CASES = [
     Case("prefill 8K at 24K", 1, 8192, 24576),
     Case("prefill 8K at 24K window", 1, 8192, 24576, kv=2, window=512, extent=512),
 ]
+
+
+CODED = ("decode 1K", "decode window", "decode 32K", "decode 131K", "decode 1M", "verify 8 at 131K", "decode 8 x 1K",
+         "decode 8 x window", "decode 8 x 131K", "decode 64 x 8K", "prefill 8K", "prefill 8K at 24K",
+         "prefill 8K at 24K window")  # fmt: skip
+CASES += [replace(case, name=f"{case.name}, fp8", bytes=1) for case in CASES if case.name in CODED]
 
 
 def pairs(case: Case) -> int:
@@ -103,6 +111,8 @@ def inputs(case: Case, arena: torch.Tensor, turns: int):
     """Arguments of attention, one set a turn, over different pages."""
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     n = case.sequences * case.count
+    if case.bytes == 1:
+        arena = arena.to(torch.float8_e4m3fn)
     planes = tuple(arena[:, i * BLOCK * D : (i + 1) * BLOCK * D] for i in range(2))
     if case.kv > 1:
         wide = arena.view(-1, case.kv * arena.shape[1])
@@ -124,6 +134,9 @@ def inputs(case: Case, arena: torch.Tensor, turns: int):
         ),
     )
     q, k, v, r = 4 * make(n, case.heads, D), make(n, case.kv, D), make(n, case.kv, D), make(n, case.heads, STATES)
+    v_scale = None
+    if case.bytes == 1:
+        q, k, v, v_scale = q.half(), k.half(), v.half(), torch.ones(case.kv, device="cuda")
     scores = Scores(1 / D, case.window, 0.3 * make(STATES, case.extent), None)
     slots = torch.full((n,), -1, device="cuda")
     sets = []
@@ -131,7 +144,8 @@ def inputs(case: Case, arena: torch.Tensor, turns: int):
         need, blocks = case.sequences * pages, len(planes[0]) - 1
         ids = torch.cat([torch.randperm(blocks, device="cuda") + 1 for _ in range(-(-need // blocks))])[:need]
         table = ids.view(case.sequences, pages).to(torch.int32)
-        sets.append((q, k, v, r, scores, GroupView(BLOCK, table, slots, planes), packing))
+        view = GroupView(BLOCK, table, slots, planes)
+        sets.append((q, k, v, r, scores, view, packing, None, None, v_scale))
     return sets
 
 
@@ -185,7 +199,7 @@ def main() -> None:
     for case in CASES:
         if options.names and not any(part in case.name for part in options.names):
             continue
-        moved = visible(case) * case.kv * 2 * D * 2
+        moved = visible(case) * case.kv * 2 * D * case.bytes
         turns = max(1, min(100, int(4e8 // moved)))
         sets = inputs(case, arena, turns)
         us = graph_us([lambda each=each: attention_triton(*each) for each in sets])

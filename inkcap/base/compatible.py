@@ -129,7 +129,6 @@ FLAGS: list[Flag] = [
     *_several("--runner --task", "1", only(("auto", "generate"), "these models generate"), "auto or generate"),
     *_several("--convert", "1", only(("auto", "none"), "these models generate"), "auto"),
     *_several("--quantization -q", "1", refused(f"{STORED}; leave it out"), "refused"),
-    *_several("--kv-cache-dtype", "1", only(("auto",), "the cache has the model's dtype; no other is built"), "auto"),
     *_several("--tokenizer --tokenizer-revision --code-revision --hf-config-path --hf-token --download-dir", "1",
               refused("everything comes from the checkpoint; leave it out"), "refused"),
     *_several("--hf-overrides --model-loader-extra-config --chat-template --mm-processor-kwargs", "1",

@@ -26,6 +26,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fraction": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "grains": (lambda v: v >= 64 and v % 64 == 0, "a multiple of 64, 64 or more"),
     "dtype": (lambda v: v in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
+    "cache dtype": (lambda v: v in ("auto", "bf16", "fp8", "fp8_e4m3"), "auto, bf16, fp8 or fp8_e4m3"),
     "numerics": (lambda v: v in list(Numerics), " or ".join(Numerics)),
     "device": (lambda v: v in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
     "position": (lambda v: v in ("first", "after-system"), "first or after-system"),
@@ -87,6 +88,13 @@ class CacheConfig:
     )
     gpu_utilization: float = option(
         0.9, "part of a GPU's memory for all of this", flag="--gpu-memory-utilization", check="fraction"
+    )
+    dtype: str = option(
+        "auto",
+        "of keys and values: auto (the model's), bf16, or fp8, also fp8_e4m3 (half the memory; one scale a head, made "
+        "at start so that nothing can saturate)",
+        flag="--kv-cache-dtype",
+        check="cache dtype",
     )
     prefix: bool = option(True, "reuse state between requests", flag="--prefix-caching")
     keep_every: int = option(

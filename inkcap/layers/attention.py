@@ -7,7 +7,8 @@ from torch import Tensor
 
 from inkcap.layers.batch import Batch
 from inkcap.ops.attention.ref import attention
-from inkcap.ops.values import Scores
+from inkcap.ops.attn_prep.ref import LARGEST
+from inkcap.ops.values import CodeScales, Scores
 from inkcap.parallel.comm import Comm
 from inkcap.parallel.share import Share, split, split_or_repeat
 from inkcap.parallel.slot import Slot
@@ -38,6 +39,24 @@ class RelBias:
         return {"proj": Slot(self.proj, tuple(self.proj.shape))}
 
 
+ROUNDED = 1.02  # what rounding to bf16, three times over, may add to a bound
+
+
+def empty_codes(heads: int, device: torch.device) -> CodeScales:
+    """Scales of codes of `heads` kv heads, to be filled."""
+    return CodeScales(*(torch.empty(heads, dtype=torch.float32, device=device) for _ in "kv"))
+
+
+def power_for(bound: Tensor) -> Tensor:
+    """The smallest powers of two by which numbers up to `bound`, fp32, are divided to fit codes.
+
+    A code has three bits behind its leading one whatever its size, down to 1/28672 of the largest: a scale that is too
+    large by some powers of two costs no accuracy.
+    """
+    mantissa, exponent = torch.frexp(bound * (ROUNDED / LARGEST))
+    return torch.ldexp(torch.ones_like(bound), exponent - (mantissa == 0.5).int())
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -48,7 +67,12 @@ def attend(
     batch: Batch,
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
+    codes: CodeScales | None = None,
 ) -> Tensor:
-    """Heads [T, heads, D] and relative states [T, heads * states] to [T, heads * D]; see `ops/attention`."""
+    """Heads [T, heads, D] and relative states [T, heads * states] to [T, heads * D]; see `ops/attention`.
+
+    `codes`: the scales, where the cache holds codes.
+    """
     states = r.unflatten(1, (-1, len(scores.bias)))
-    return attention(q, k, v, states, scores, batch.view(group), batch.packing, sinks, gate)
+    v_scale = None if codes is None else codes.v
+    return attention(q, k, v, states, scores, batch.view(group), batch.packing, sinks, gate, v_scale)

@@ -45,8 +45,8 @@ class TextConfig(Protocol):
         """Layers that are quantised in a checkpoint where any is."""
         ...
 
-    def states(self, place: Place, dtype: str) -> list[LayerState]:
-        """What every visit of every layer keeps on one rank."""
+    def states(self, place: Place, dtype: str, kv_dtype: str | None = None) -> list[LayerState]:
+        """What every visit of every layer keeps on one rank; keys and values in `dtype` too unless in `kv_dtype`."""
         ...
 
 

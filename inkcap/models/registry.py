@@ -51,9 +51,10 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     stored: Mapping[int, Stored],
+    kv_dtype: torch.dtype | None = None,
 ) -> Model:
     """The text model without weights; towers and drafters of a checkpoint are left alone."""
-    return MODELS[entry.family][0](config, comm, dtype, device, stored)
+    return MODELS[entry.family][0](config, comm, dtype, device, stored, kv_dtype)
 
 
 def load_model(
@@ -64,6 +65,7 @@ def load_model(
     device: torch.device,
     progress: bool = True,
     numerics: Numerics = Numerics.W4A16,
+    kv_dtype: torch.dtype | None = None,
 ) -> Model:
     """Build the model that `directory` (see base.checkpoint.find_checkpoint) holds, and load this rank's part of it.
 
@@ -79,7 +81,7 @@ def load_model(
     for n, names in expert_names(config.num_hidden_layers).items():
         for name, form in zip(names, (stored[n].w13, stored[n].w2), strict=True):
             check_scales(checkpoint, name, form)
-    model = build(entry, config, comm, dtype, device, stored)
+    model = build(entry, config, comm, dtype, device, stored, kv_dtype)
     load(checkpoint, model.slots(), tables, progress=progress)
     model.unpack()
     return model

@@ -22,9 +22,9 @@ class AttentionSize:
 
 
 def declare(
-    visits: Iterable[AttentionSize], channels: int, conv_width: int, place: Place, dtype: str
+    visits: Iterable[AttentionSize], channels: int, conv_width: int, place: Place, dtype: str, kv_dtype: str
 ) -> list[LayerState]:
-    """Of each visit: keys and values in `full` or `window`, four convolution inputs in `sconv`.
+    """Of each visit: keys and values in `full` or `window`, of `kv_dtype`; four convolution inputs in `sconv`.
 
     Raises ConfigInvalid when the ranks can neither share the kv heads evenly nor repeat them.
     """
@@ -36,7 +36,7 @@ def declare(
             LayerState(
                 group="full" if size.window is None else "window",
                 visit=visit,
-                planes=tuple(Plane(name, (kv, size.head_dim), dtype) for name in "kv"),
+                planes=tuple(Plane(name, (kv, size.head_dim), kv_dtype) for name in "kv"),
                 window=size.window,
                 block=KV_BLOCK,
                 reads_own_step=True,

@@ -127,6 +127,14 @@ class LogScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeScales:
+    """What codes (E4M3) of keys and values are multiplied by: powers of two, so that all such products are exact."""
+
+    k: Tensor  # [kv heads] fp32
+    v: Tensor  # [kv heads] fp32
+
+
+@dataclass(frozen=True, slots=True)
 class HeadWeights:
     """What conditions the heads of one attention layer. D is the size of a head."""
 
@@ -135,6 +143,7 @@ class HeadWeights:
     q_norm: Tensor  # [D] fp32
     k_norm: Tensor  # [D] fp32
     eps: float
+    codes: CodeScales | None = None  # None: the cache has the heads' own dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +158,7 @@ class ClipWeights:
     qk_limit: float  # longest q and k
     r_limit: float  # longest relative state
     eps: float  # of the norm of v
+    codes: CodeScales | None = None  # as in HeadWeights
 
 
 @dataclass(frozen=True, slots=True)

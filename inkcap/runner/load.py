@@ -56,6 +56,20 @@ def dtype_for(config: EngineConfig, device: torch.device) -> torch.dtype:
     return DTYPES[config.model.dtype]
 
 
+def kv_dtype_for(config: EngineConfig, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of cached keys and values; None where it is the model's, `dtype`.
+
+    Raises ConfigInvalid when a BF16 cache is asked for and the model has another dtype.
+    """
+    wanted = config.cache.dtype
+    if wanted == "bf16" and dtype is not torch.bfloat16:
+        raise ConfigInvalid(
+            f"cache.dtype = bf16 needs a model in bfloat16, and this one runs in {str(dtype).removeprefix('torch.')}; "
+            f"set model.dtype = bfloat16, or cache.dtype = auto or fp8"
+        )
+    return torch.float8_e4m3fn if wanted.startswith("fp8") else None
+
+
 def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> Worker:
     """Load this rank's part of the configured checkpoint, and make room for its state.
 
@@ -70,10 +84,19 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
     directory = find_checkpoint(config.model.path, revision=config.model.revision, download=config.model.download)
     dtype = dtype_for(config, device)
     numerics = Numerics(config.model.numerics)
+    kv_dtype = kv_dtype_for(config, dtype)
     with ThreadPoolExecutor(1) as beside:
         compiler = beside.submit(compiler_for, directory)  # takes two seconds of one core
         with told_what_fits(directory, comm, device):
-            model = load_model(directory, comm=comm, dtype=dtype, device=device, progress=progress, numerics=numerics)
+            model = load_model(
+                directory,
+                comm=comm,
+                dtype=dtype,
+                device=device,
+                progress=progress,
+                numerics=numerics,
+                kv_dtype=kv_dtype,
+            )
     rules = token_rules(model.vocab_size, read_eos_ids(directory))
     return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler.result())
 

@@ -11,7 +11,7 @@ from inkcap.models.families import find_entry
 from inkcap.models.registry import build, find_stored
 from inkcap.ops.dispatch import bind, table
 from inkcap.parallel.comm import Comm
-from inkcap.runner.load import device_for, dtype_for
+from inkcap.runner.load import device_for, dtype_for, kv_dtype_for
 from inkcap.runner.memory import available_memory, cpu_rest, gpu_rest, plan_for
 from inkcap.weights.headers import Headers
 
@@ -29,7 +29,8 @@ def outline(config: EngineConfig) -> str:
     entry = find_entry(declared)
     text, numerics = entry.generation.read(declared), Numerics(config.model.numerics)
     stored = find_stored(Headers(directory), declared, text.num_hidden_layers, numerics)
-    model = build(entry, text, Comm.outline(config.parallel.tp), dtype, torch.device("meta"), stored)
+    kv_dtype = kv_dtype_for(config, dtype)
+    model = build(entry, text, Comm.outline(config.parallel.tp), dtype, torch.device("meta"), stored, kv_dtype)
     formats = sorted({form for layer in stored.values() for form in (layer.w13, layer.w2)})
     weight_bytes = sum(slot.target.numel() * slot.target.element_size() for slot in model.slots().values())
     choices = [
@@ -40,6 +41,11 @@ def outline(config: EngineConfig) -> str:
         ),
         Choice("weights", f"{weight_bytes / 2**30:.2f} GiB", f"a rank of {config.parallel.tp}, as they are stored"),
         Choice("step", f"{config.sched.step_tokens:,} tokens", f"of which {config.sched.chunk:,} of one sequence"),
+        Choice(
+            "cache dtype",
+            str(kv_dtype or dtype).removeprefix("torch."),
+            "the model's" if config.cache.dtype == "auto" else "asked for",
+        ),
         Choice("numerics", numerics, f"of experts stored in {', '.join(formats)}"),
     ]
     if config.cache.memory_bytes is not None:
@@ -58,7 +64,7 @@ def outline(config: EngineConfig) -> str:
 def op_table(config: EngineConfig) -> str:
     """Each op, the implementation in use on this machine, and all it has. Raises NoSuchOp."""
     device = device_for(config, 0)
-    bind(device, config.ops)
+    bind(device, config.ops, deterministic=config.model.deterministic)
     rows = [("op", f"on {device}", "implementations"), *((name, used, ", ".join(all_)) for name, used, all_ in table())]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:<{widths[0]}}  {used:<{widths[1]}}  {names}" for name, used, names in rows)

@@ -15,6 +15,7 @@ GEOMETRIES = {  # heads, kv heads, size, states, window, extent, scaling, block
     "full": (4, 2, 16, 16, None, 11, LogScaling(7, 0.3), 8),
     "full_one_kv_head": (6, 1, 5, 2, None, 40, None, 16),
     "full_pages_of_tiles": (4, 2, 16, 16, None, 11, None, 16),
+    "full_pages_of_words": (4, 2, 32, 16, None, 11, None, 16),
     "window": (4, 2, 8, 3, 20, 20, None, 32),
     "window_of_one": (2, 1, 4, 2, 1, 1, None, 8),
     "window_past_the_extent": (3, 3, 16, 5, 20, 4, LogScaling(1, 0.2), 16),
@@ -31,11 +32,12 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(splits, "PROGRAMS", 24)
 
 
-def compare(geometry, steps, dtype=torch.float32, seam=False, tolerance=2e-5):
+def compare(geometry, steps, dtype=torch.float32, seam=False, tolerance=2e-5, coded=False):
     """Run steps of (tokens of each of three sequences); planes hold NaN wherever nothing is stored."""
     heads, kv, size, states, window, extent, scaling, block = GEOMETRIES[geometry]
     torch.manual_seed(len(geometry))
-    name = str(dtype).removeprefix("torch.")
+    name = "float8_e4m3fn" if coded else str(dtype).removeprefix("torch.")
+    v_scale = 2.0 ** torch.arange(-kv, 0) if coded else None
     scores = Scores(1 / size, window, torch.randn(states, extent).to(dtype), scaling)
     planes = (Plane("k", (kv, size), name), Plane("v", (kv, size), name))
     place = World([LayerState("kv", 0, planes, window, block, True)], length=96, seed=9)
@@ -48,8 +50,10 @@ def compare(geometry, steps, dtype=torch.float32, seam=False, tolerance=2e-5):
         r = torch.randn(n, heads * states + 3).to(dtype)[:, 3:].unflatten(1, (heads, states))
         sinks = torch.randn(n, heads + 3)[:, 1:-2] if seam else None  # columns of a product
         gate = torch.randn(n, heads * size + 1).to(dtype)[:, 1:] if seam else None
-        got = attention_triton(q, k, v, r, scores, view, batch.packing, sinks, gate)
-        want = attention.reference(q, k, v, r, scores, view, batch.packing, sinks, gate)
+        if coded:
+            k, v = ((4 * x).to(torch.float8_e4m3fn).to(dtype) for x in (k, v))
+        got = attention_triton(q, k, v, r, scores, view, batch.packing, sinks, gate, v_scale)
+        want = attention.reference(q, k, v, r, scores, view, batch.packing, sinks, gate, v_scale)
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
         paged.store(view, 0, k)
         paged.store(view, 1, v)
@@ -78,6 +82,14 @@ def test_splits_with_several_tiles(geometry, monkeypatch):
     """Few programs, so that each has several tiles."""
     monkeypatch.setattr(splits, "PROGRAMS", 8)
     compare(geometry, [(49, 20, 0), (30, 1, 1), (1, 1, 0)])
+
+
+@pytest.mark.parametrize("geometry", ["full", "full_pages_of_words", "full_one_kv_head", "window"])
+def test_codes(geometry, monkeypatch):
+    """Pages of codes: alone, in words of two, behind edges; then by the kernel that walks all keys."""
+    compare(geometry, [(33, 1, 0), (1, 2, 3), (1, 1, 1)], seam=geometry == "full", coded=True)
+    monkeypatch.setattr(splits, "whole", lambda *args: False)
+    compare(geometry, [(20, 0, 0), (21, 3, 1)], coded=True)
 
 
 def test_half_precision():

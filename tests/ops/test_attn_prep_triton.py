@@ -2,17 +2,28 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from steps import World
 
 from inkcap.cache.state import LayerState, Plane
 from inkcap.ops.attn_prep import triton as kernels
+from inkcap.ops.attn_prep.device import encode
 from inkcap.ops.attn_prep.ref import attn_prep, attn_prep_clip
 from inkcap.ops.attn_prep.triton import attn_prep_clip_triton, attn_prep_triton
-from inkcap.ops.values import ClipWeights, GroupView, HeadWeights, LogScaling, Packing
+from inkcap.ops.values import ClipWeights, CodeScales, GroupView, HeadWeights, LogScaling, Packing
 
-HEADS, KV, SIZE, STATES = 3, 2, 6, 5
+HEADS, KV, SIZE, STATES = 4, 2, 6, 5
 # tokens of each of three sequences in each step; sequences start at different times
 STEPS = [(2, 0, 1), (1, 1, 1), (9, 3, 1), (1, 1, 0), (1, 1, 1)]
+
+
+@triton.jit
+def encode_kernel(x, code, number, count, N: tl.constexpr):
+    at = tl.arange(0, N)
+    codes, numbers = encode(tl.load(x + at, mask=at < count, other=0.0))
+    tl.store(code + at, codes.to(tl.uint8), mask=at < count)
+    tl.store(number + at, numbers, mask=at < count)
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +33,11 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernels, "tile", lambda tokens: (1, 1) if tokens <= 4 else (4, 4))
 
 
-def world(dtype):
-    kv = (Plane("k", (KV, SIZE), dtype), Plane("v", (KV, SIZE), dtype))
+CODES = CodeScales(torch.tensor([0.5, 2.0]), torch.tensor([0.25, 2.0**-9]))  # the last saturates and is subnormal
+
+
+def world(dtype, coded=False):
+    kv = tuple(Plane(name, (KV, SIZE), "float8_e4m3fn" if coded else dtype) for name in "kv")
     conv = tuple(Plane(name, (width,), dtype) for name, width in (("k", KV * SIZE), ("v", KV * SIZE), ("a", 5)))
     return World(
         [LayerState("full", 0, kv, None, 8, True), LayerState("sconv", 0, conv, 4, 4, False)], length=40, seed=5
@@ -38,14 +52,14 @@ def taps(apart):
 
 def same_state(one, other):
     for name, arena in one.arenas.items():
-        torch.testing.assert_close(arena, other.arenas[name], equal_nan=True, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(arena.float(), other.arenas[name].float(), equal_nan=True, rtol=1e-3, atol=1e-3)
 
 
-def steps(dtype, width, run):
+def steps(dtype, width, run, coded=False):
     """Run STEPS in two worlds, one for each function; `run` gets a cut of the inputs and both batches."""
     torch.manual_seed(3)
     kind = getattr(torch, dtype)
-    worlds, cursor = (world(dtype), world(dtype)), [0, 0, 0]
+    worlds, cursor = (world(dtype, coded), world(dtype, coded)), [0, 0, 0]
     for step in STEPS:
         work = [(3 - i, cursor[i], [0] * step[i]) for i in (1, 2, 0) if step[i]]
         one, other = (each.batch(work).at(0) for each in worlds)
@@ -59,24 +73,26 @@ def steps(dtype, width, run):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scaling", [None, LogScaling(5, 0.4)], ids=["plain", "scaled"])
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
-def test_rms_heads(dtype, scaling, apart):
+@pytest.mark.parametrize(("apart", "coded"), [(False, False), (True, False), (True, True)])
+def test_rms_heads(dtype, scaling, apart, coded):
     torch.manual_seed(0)
-    weights = HeadWeights(*taps(apart), torch.randn(SIZE), torch.randn(SIZE), 1e-6)
+    codes = CODES if coded else None
+    weights = HeadWeights(*taps(apart), torch.randn(SIZE), torch.randn(SIZE), 1e-6, codes)
 
     def run(joined, one, other):
         parts = joined.split([HEADS * SIZE, KV * SIZE, KV * SIZE], 1)
         views = [(b.view("sconv"), b.view("full"), b.packing, scaling) for b in (one, other)]
         return attn_prep_triton(*parts, weights, *views[0]), attn_prep.reference(*parts, weights, *views[1])
 
-    steps(dtype, (HEADS + 2 * KV) * SIZE, run)
+    steps(dtype, (HEADS + 2 * KV) * SIZE, run, coded)
 
 
-@pytest.mark.parametrize("added", [False, True], ids=["static", "added"])
+@pytest.mark.parametrize(("added", "coded"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("scaling", [None, LogScaling(5, 0.4)], ids=["plain", "scaled"])
-def test_clipped_heads(added, scaling):
+def test_clipped_heads(added, coded, scaling):
     torch.manual_seed(0)
-    weights = ClipWeights(*taps(True), 0.6, torch.rand(HEADS, SIZE), torch.rand(HEADS, STATES), 1.1, 0.8, 1e-6)
+    scales = (torch.rand(HEADS, SIZE), torch.rand(HEADS, STATES))
+    weights = ClipWeights(*taps(True), 0.6, *scales, 1.1, 0.8, 1e-6, CODES if coded else None)
 
     def run(joined, one, other):
         parts = joined.split([HEADS * SIZE, KV * SIZE, KV * SIZE, HEADS * STATES], 1)
@@ -87,7 +103,20 @@ def test_clipped_heads(added, scaling):
             attn_prep_clip.reference(*parts, weights, *views[1], *more),
         )
 
-    steps("float32", (HEADS + 2 * KV) * SIZE + HEADS * STATES, run)
+    steps("float32", (HEADS + 2 * KV) * SIZE + HEADS * STATES, run, coded)
+
+
+def test_every_code():
+    """Numbers between all neighbours, on them and beyond them become the codes that PyTorch gives."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (codes[1:] + codes[:-1]) / 2
+    x = torch.cat([codes, between, between * (1 + 2**-20), between * (1 - 2**-20), torch.tensor([449.0, 1e30])])
+    x = torch.cat([x, -x, torch.tensor([torch.nan])])
+    code, number = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x))
+    encode_kernel[(1,)](x, code, number, len(x), 1024)
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(code, want.view(torch.uint8))
+    torch.testing.assert_close(number, want.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_padding_is_harmless():

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from inkcap.layers.attention import Heads, RelBias, attend
+from inkcap.layers.attention import Heads, RelBias, attend, empty_codes, power_for
 from inkcap.layers.batch import Batch
 from inkcap.layers.linear import Columns, prefixed
 from inkcap.layers.norm import RMSNorm
@@ -27,7 +27,9 @@ class Attention:
         scaling: LogScaling | None,
         dtype: torch.dtype,
         device: torch.device,
+        coded: bool = False,
     ) -> None:
+        """`coded`: keys and values are cached as codes, whose scales `bound_codes` makes."""
         query, kv, size = heads.query, heads.kv, heads.size
         shares = {"q": query.times(size), "k": kv.times(size), "v": kv.times(size), "r": query.times(len(bias.proj))}
         self.heads = heads
@@ -39,7 +41,10 @@ class Attention:
         self.k_norm = RMSNorm(size, eps, device)
         self.bias = bias
         self.scaling = scaling
-        self.weights = HeadWeights(self.k_sconv.taps, self.v_sconv.taps, self.q_norm.weight, self.k_norm.weight, eps)
+        self.codes = empty_codes(kv.count, device) if coded else None
+        self.weights = HeadWeights(
+            self.k_sconv.taps, self.v_sconv.taps, self.q_norm.weight, self.k_norm.weight, eps, self.codes
+        )
         self.scores = Scores(1.0 / size, window, bias.proj, scaling)
 
     def slots(self) -> dict[str, Slot]:
@@ -53,10 +58,26 @@ class Attention:
             **prefixed("rel", self.bias.slots()),
         }
 
+    def bound_codes(self, norm: Tensor) -> None:
+        """Make scales by which no key and no value saturates, whatever the input; `norm` [C]: of the rows to come.
+
+        A normed row is at most sqrt(C) long before its weight, a normed key sqrt(D); a convolved value is at most the
+        largest product of its channel times one and the taps' sizes. The values' bound is some hundred times what they
+        are, which codes can bear (see `power_for`), and needs no prompt to be measured on.
+        """
+        if self.codes is None:
+            return
+        size = self.heads.size
+        key = self.k_norm.weight.abs().max() * size**0.5
+        longest = (self.qkvr.slots()["v.weight"].target.float() * norm).norm(dim=1) * len(norm) ** 0.5  # [channels]
+        value = longest * (1 + self.v_sconv.taps.abs().sum(1))
+        self.codes.k.copy_(power_for(key).expand_as(self.codes.k))
+        self.codes.v.copy_(power_for(value.view(-1, size).amax(1)))
+
     def __call__(self, rows: Normed, batch: Batch) -> Tensor:
         """Normed rows [T, C] to [T, this rank's heads * size]."""
         q, k, v, r = self.qkvr(rows)
         q, k, v = attn_prep(
             q, k, v, self.weights, batch.view("sconv"), batch.view(self.group), batch.packing, self.scaling
         )
-        return attend(q, k, v, r, self.scores, self.group, batch)
+        return attend(q, k, v, r, self.scores, self.group, batch, codes=self.codes)

@@ -96,10 +96,10 @@ class InklingConfig:
         """All layers with experts but the first, which is published in BF16."""
         return self.expert_layers()[1:]
 
-    def states(self, place: Place, dtype: str) -> list[LayerState]:
-        """What every layer keeps on one rank."""
+    def states(self, place: Place, dtype: str, kv_dtype: str | None = None) -> list[LayerState]:
+        """What every layer keeps on one rank; keys and values in `dtype` too unless in `kv_dtype`."""
         layers = map(self.attention, range(self.num_hidden_layers))
-        return declare(layers, self.hidden_size, self.sconv_kernel_size, place, dtype)
+        return declare(layers, self.hidden_size, self.sconv_kernel_size, place, dtype, kv_dtype or dtype)
 
     @staticmethod
     def from_json(config: Mapping[str, object]) -> "InklingConfig":

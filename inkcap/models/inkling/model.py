@@ -77,6 +77,12 @@ class DecoderLayer:
         }
         return {key: slot for name, part in parts.items() for key, slot in prefixed(name, part.slots()).items()}
 
+    def unpack(self) -> None:
+        """Decode what is stored in codes, and make the scales of what the cache stores in them."""
+        if isinstance(self.mlp, Experts):
+            self.mlp.routed.unpack()
+        self.attention.bound_codes(self.attn_norm.weight)
+
     def forward(self, stream: ResidualStream, batch: Batch) -> None:
         """One visit."""
         stream.write(self.attention(stream.read(self.attn_norm), batch), self.attn_out, self.attn_sconv, batch)
@@ -86,8 +92,9 @@ class DecoderLayer:
 class Inkling:
     """The text model on one rank of `comm`. Parameters are empty until the slots are filled.
 
-    `stored` says how the routed experts of a layer are stored, where that is not dense; those need `unpack` once their
-    slots are filled. Raises ConfigInvalid when the ranks cannot share the heads, widths or words evenly.
+    `stored` says how the routed experts of a layer are stored, where that is not dense; `kv_dtype` is E4M3 where keys
+    and values are cached in codes. Both need `unpack` once the slots are filled. Raises ConfigInvalid when the ranks
+    cannot share the heads, widths or words evenly.
     """
 
     family = "inkling"
@@ -99,12 +106,13 @@ class Inkling:
         dtype: torch.dtype,
         device: torch.device,
         stored: Mapping[int, Stored] = DENSE,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.vocab_size = config.unpadded_vocab_size
         self.max_length = config.max_length
         self.embed = NormedEmbedding(config.vocab_size, config.hidden_size, config.rms_norm_eps, dtype, device)
         self.layers = [
-            build_layer(config, layer, stored.get(layer, Stored()), comm, dtype, device)
+            build_layer(config, layer, stored.get(layer, Stored()), comm, dtype, device, kv_dtype is not None)
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
@@ -117,7 +125,7 @@ class Inkling:
             dtype,
             device,
         )
-        self.states = config.states(comm, str(dtype).removeprefix("torch."))
+        self.states = config.states(comm, *(str(kind or dtype).removeprefix("torch.") for kind in (dtype, kv_dtype)))
 
     def slots(self) -> dict[str, Slot]:
         """Every tensor the model wants; see the top of the file."""
@@ -132,8 +140,7 @@ class Inkling:
     def unpack(self) -> None:
         """Decode what is stored in codes, layer by layer."""
         for layer in self.layers:
-            if isinstance(layer.mlp, Experts):
-                layer.mlp.routed.unpack()
+            layer.unpack()
 
     def forward(self, batch: Batch) -> Tensor:
         """All layers over the step's T tokens: hidden states [T, H] after the final norm."""
@@ -148,7 +155,13 @@ class Inkling:
 
 
 def build_layer(
-    config: InklingConfig, layer: int, stored: Stored, comm: Comm, dtype: torch.dtype, device: torch.device
+    config: InklingConfig,
+    layer: int,
+    stored: Stored,
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
+    coded: bool = False,
 ) -> DecoderLayer:
     """One decoder layer of the kind its number says."""
     size = config.attention(layer)
@@ -166,6 +179,7 @@ def build_layer(
         scaling,
         dtype,
         device,
+        coded,
     )
     out = Row(heads.query.times(heads.size), config.hidden_size, comm, dtype, device)
     return DecoderLayer(attention, out, build_mlp(config, layer, stored, comm, dtype, device), config, device)

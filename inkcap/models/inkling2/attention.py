@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inkcap.layers.attention import Heads, RelBias, attend
+from inkcap.layers.attention import Heads, RelBias, attend, empty_codes, power_for
 from inkcap.layers.batch import Batch
 from inkcap.layers.blockstream import Inputs
 from inkcap.layers.linear import Columns, prefixed
@@ -117,7 +117,8 @@ class DynamicConvs:
 class Attention:
     """Queries, keys and values of one input or of one each, all in one stack of products."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, coded: bool = False) -> None:
+        """`coded`: keys and values are cached as codes; their clip and their norm are bounds, so none saturates."""
         self.geometry = geometry
         self.group = "full" if geometry.window is None else "window"
         self.convs = DynamicConvs(geometry, device) if geometry.window is None else StaticConvs(geometry, device)
@@ -125,6 +126,11 @@ class Attention:
         self.counts = [len(queries), len(keys), len(values)]  # parts of each input
         self.product = Columns(geometry.channels, {**queries, **keys, **values}, dtype, device)
         self.scales = HeadScales(geometry, device)
+        heads = geometry.heads
+        self.codes = empty_codes(heads.kv.count, device) if coded else None
+        if self.codes is not None:
+            for scale, bound in ((self.codes.k, geometry.qk_limit), (self.codes.v, heads.size**0.5)):
+                scale.copy_(power_for(torch.full_like(scale, bound)))
         self.bias = RelBias(geometry.states, geometry.extent, dtype, device)
         # log scaling reaches the bias through the relative states, so attention itself scales nothing
         self.scores = Scores(geometry.heads.size**-0.5, geometry.window, self.bias.proj, None)
@@ -152,6 +158,7 @@ class Attention:
             numbers.qk_limit,
             numbers.r_limit,
             numbers.eps,
+            self.codes,
         )
         q, k, v, r = attn_prep_clip(
             q,
@@ -166,4 +173,4 @@ class Attention:
             k_added,
             v_added,
         )
-        return attend(q, k, v, r.flatten(1), self.scores, self.group, batch, sink, gate)
+        return attend(q, k, v, r.flatten(1), self.scores, self.group, batch, sink, gate, self.codes)

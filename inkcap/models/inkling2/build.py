@@ -40,15 +40,21 @@ def geometry_of(config: Inkling2Config, layer: int, comm: Comm) -> Geometry:
 
 
 def build_layer(
-    config: Inkling2Config, layer: int, stored: Stored, comm: Comm, dtype: torch.dtype, device: torch.device
+    config: Inkling2Config,
+    layer: int,
+    stored: Stored,
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
+    coded: bool = False,
 ) -> DecoderLayer:
-    """A layer outside the loop."""
+    """A layer outside the loop; `coded`: its keys and values are cached as codes."""
     names = ("attn_norm",) if config.sliding[layer] else QKV_NORMS
     norms = build_norms(names, config.hidden_size, config.rms_norm_eps, dtype, device)
     if not layer:
-        return assemble(config, layer, RunningSum(names, norms), stored, comm, dtype, device)
+        return assemble(config, layer, RunningSum(names, norms), stored, comm, dtype, device, coded)
     mix = BlockMix("attn_mix", len(names), names, norms, MIX_EPS)
-    return assemble(config, layer, mix, stored, comm, dtype, device)
+    return assemble(config, layer, mix, stored, comm, dtype, device, coded)
 
 
 def build_looped(
@@ -59,9 +65,10 @@ def build_looped(
     comm: Comm,
     dtype: torch.dtype,
     device: torch.device,
+    coded: bool = False,
 ) -> LoopedLayer:
     """A layer of the loop."""
-    made = build_layer(config, layer, stored, comm, dtype, device)
+    made = build_layer(config, layer, stored, comm, dtype, device, coded)
     mix = made.attn_input
     assert isinstance(mix, BlockMix), "the loop begins behind the first layer"
     return LoopedLayer(made, mix, MessageGates(config.hidden_size, gate_rank, dtype, device))
@@ -75,6 +82,7 @@ def assemble(
     comm: Comm,
     dtype: torch.dtype,
     device: torch.device,
+    coded: bool = False,
 ) -> DecoderLayer:
     """A layer whose attention reads the stream so."""
     channels, geometry = config.hidden_size, geometry_of(config, layer, comm)
@@ -88,7 +96,7 @@ def assemble(
     kind = RoundedRoutedExperts if stored.rounds_inputs else RoutedExperts
     return DecoderLayer(
         attn_input=attn_input,
-        attention=Attention(geometry, dtype, device),
+        attention=Attention(geometry, dtype, device, coded),
         attn_out=Row(geometry.heads.query.times(geometry.heads.size), channels, comm, dtype, device),
         attn_sconv=ShortConv(every, width, 2, device, scale),
         mlp_input=build_mix("mlp_mix", "mlp_norm", config, dtype, device),

@@ -108,10 +108,10 @@ class Inkling2Config:
         """All of them."""
         return self.expert_layers()
 
-    def states(self, place: Place, dtype: str) -> list[LayerState]:
-        """What every visit keeps on one rank."""
+    def states(self, place: Place, dtype: str, kv_dtype: str | None = None) -> list[LayerState]:
+        """What every visit keeps on one rank; keys and values in `dtype` too unless in `kv_dtype`."""
         visits = (self.attention(layer) for layer, _ in self.visits())
-        return declare(visits, self.hidden_size, self.conv_kernel_size, place, dtype)
+        return declare(visits, self.hidden_size, self.conv_kernel_size, place, dtype, kv_dtype or dtype)
 
     @staticmethod
     def from_json(config: Mapping[str, object]) -> "Inkling2Config":

@@ -80,7 +80,8 @@ class Inkling2:
     """The text model on one rank of `comm`. Parameters are empty until the slots are filled.
 
     `stored` says how the experts of a layer are stored, where that is not dense; those need `unpack` once their slots
-    are filled. Raises ConfigInvalid when the ranks cannot share the heads, widths or words evenly.
+    are filled. `kv_dtype` is E4M3 where keys and values are cached in codes. Raises ConfigInvalid when the ranks cannot
+    share the heads, widths or words evenly.
     """
 
     family = "inkling2"
@@ -92,6 +93,7 @@ class Inkling2:
         dtype: torch.dtype,
         device: torch.device,
         stored: Mapping[int, Stored] = DENSE,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.vocab_size = config.unpadded_vocab_size
         self.max_length = config.max_length
@@ -99,7 +101,7 @@ class Inkling2:
         self.layers: list[DecoderLayer | LoopedLayer] = []
         self.stacks: list[Stack | LoopedStack] = []
         self.messenger: Messenger | None = None
-        self.build_stacks(config, comm, dtype, device, stored)
+        self.build_stacks(config, comm, dtype, device, stored, kv_dtype is not None)
         self.last = build_mix("mix", "norm", config, dtype, device)
         self.output = Head(
             config.vocab_size,
@@ -111,7 +113,7 @@ class Inkling2:
             device,
             config.final_logit_softcapping,
         )
-        self.states = config.states(comm, str(dtype).removeprefix("torch."))
+        self.states = config.states(comm, *(str(kind or dtype).removeprefix("torch.") for kind in (dtype, kv_dtype)))
 
     def build_stacks(
         self,
@@ -120,12 +122,13 @@ class Inkling2:
         dtype: torch.dtype,
         device: torch.device,
         stored: Mapping[int, Stored],
+        coded: bool,
     ) -> None:
         """Layers before the loop, the loop, and layers behind it; or all layers in one stack."""
 
         def plain(start: int, stop: int, first: int) -> None:
             layers = [
-                build_layer(config, layer, stored.get(layer, Stored()), comm, dtype, device)
+                build_layer(config, layer, stored.get(layer, Stored()), comm, dtype, device, coded)
                 for layer in range(start, stop)
             ]
             self.layers += layers
@@ -137,7 +140,7 @@ class Inkling2:
             return
         plain(0, loop.start, 0)
         looped = [
-            build_looped(config, layer, loop.gate_rank, stored.get(layer, Stored()), comm, dtype, device)
+            build_looped(config, layer, loop.gate_rank, stored.get(layer, Stored()), comm, dtype, device, coded)
             for layer in range(loop.start, loop.stop)
         ]
         self.messenger = Messenger(len(looped), config.hidden_size, MIX_EPS, device)

@@ -14,7 +14,9 @@ from inkcap.ops.attention.tile import (
     HIDDEN,
     LOG2E,
     bank,
+    decoded,
     far_pages,
+    far_words,
     finish,
     fold,
     growth,
@@ -65,8 +67,8 @@ def split_kernel(
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
     ONE: tl.constexpr, RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr,
     WIDTH: tl.constexpr,
-    FAR: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    FAR: tl.constexpr, EARLY: tl.constexpr, WORDS: tl.constexpr, NATIVE: tl.constexpr,
+    STAGES: tl.constexpr, NEAR_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one kv head of one tile: sums [tile, KV, split, row, D] and tops (maximum, total) of its keys.
 
@@ -133,6 +135,7 @@ def split_kernel(
         pdl.wait(PDL)
         rows_q = tl.load(q + q_at, mask=inside, other=0.0)
         rows_r = tl.load(r + r_at, mask=stated, other=0.0)
+        old_k, old_v = decoded(old_k, rows_q.dtype, NATIVE), decoded(old_v, rows_q.dtype, NATIVE)
         z = tl.dot(rows_q, tl.trans(old_k), input_precision="ieee") * (scale * LOG2E)
         z += tl.dot(rows_r, columns, input_precision="ieee").to(r.dtype.element_ty).to(tl.float32) * grown[:, None]
         seen = (at >= low) & (at < high)
@@ -143,12 +146,35 @@ def split_kernel(
     else:
         pdl.wait(PDL)
         rows_q = tl.load(q + q_at, mask=inside, other=0.0)
-        if FAR:  # noqa: SIM102  a constant
+        if FAR and WORDS:
+            if split < fars:  # has sums of its own, by even and odd channels, and nothing else to do
+                word = tl.arange(0, DP // 2)
+                half = (token * HEADS + of_head)[:, None] * D + 2 * word[None, :]
+                there = live[:, None] & (word >= 0)[None, :]
+                q_first = tl.load(q + half, mask=there, other=0.0)
+                q_second = tl.load(q + half + 1, mask=there, other=0.0)
+                even = tl.zeros([BM, DP // 2], tl.float32)
+                odd = tl.zeros([BM, DP // 2], tl.float32)
+                even, odd, top, total = far_words(
+                    even, odd, q_first, q_second, top, total,
+                    k_plane.to(tl.pointer_type(tl.int16)), v_plane.to(tl.pointer_type(tl.int16)), pages,
+                    split * far, tl.minimum(split * far + far, far_end),
+                    rn, word, s_block // 2, s_token // 2, scale * LOG2E, BLOCK, BN, NATIVE, STAGES,
+                )  # fmt: skip
+                pdl.trigger(PDL)
+                part = (tl.program_id(1) * (fars + nears) + split).to(tl.int64) * (BQ * G) + rm
+                tl.store(sums + part[:, None] * D + 2 * word[None, :], even, mask=there)
+                tl.store(sums + part[:, None] * D + 2 * word[None, :] + 1, odd, mask=there)
+                tl.store(tops + part * 2, top, mask=live)
+                tl.store(tops + part * 2 + 1, total, mask=live)
+                return
+        elif FAR:  # noqa: SIM102  a constant
             if split < fars:
                 acc, top, total = far_pages(
                     rows_q, acc, top, total, k_plane, v_plane, pages,
                     split * far, tl.minimum(split * far + far, far_end),
-                    rn, rd, s_block, s_token, scale * LOG2E, D, DP, BLOCK, BN, STAGES,
+                    rn, rd, s_block, s_token, scale * LOG2E, D, DP, BLOCK, BN, NATIVE,
+                    STAGES,
                 )  # fmt: skip
         if split >= fars:
             rows_r = tl.load(r + r_at, mask=stated, other=0.0)  # here, so as to take no shared memory above
@@ -157,7 +183,7 @@ def split_kernel(
                 rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias,
                 here, tl.minimum(here + near, end), low, first, position, query, rj, rd, state,
                 s_block, s_token, scale * LOG2E,
-                D, DP, BLOCK, NN, STATES, EXTENT, WINDOW, ONE, WIDTH, SP, 0, 0, NEAR_STAGES,
+                D, DP, BLOCK, NN, STATES, EXTENT, WINDOW, ONE, WIDTH, SP, 0, 0, NATIVE, NEAR_STAGES,
             )  # fmt: skip
             if not ONE:
                 mine = tl.maximum(here - end, 0) + own_begin
@@ -191,11 +217,11 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["sequences", "most", "fars", "nears"])
 def combine_kernel(
-    sums, tops, out, sinks, gate, starts, first_of, sequences, most, fars, nears, s_sinks, s_gate,
+    sums, tops, out, sinks, gate, v_scale, starts, first_of, sequences, most, fars, nears, s_sinks, s_gate,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, EXTENT: tl.constexpr, WINDOW: tl.constexpr,
     ONE: tl.constexpr, RP: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr,
     FAR: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr,
-    SINKS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr, CODED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query's head, CHANNELS of its D channels."""
     G: tl.constexpr = HEADS // KV
@@ -225,6 +251,7 @@ def combine_kernel(
     used = (split >= fars) & (split < fars + near_splits)
     if FAR:
         used = used | (split < tl.cdiv(far_end, far))
+    scale = tl.load(v_scale + head // G) if CODED else 1.0
     part = ((tile * KV + head // G) * (fars + nears) + split).to(tl.int64) * (BQ * G) + query * G + head % G
     pdl.wait(PDL)
     top = tl.load(tops + part * 2, mask=used, other=HIDDEN)
@@ -239,7 +266,7 @@ def combine_kernel(
     inside = (one == 0)[:, None] & (channel < D)[None, :]
     y = finish(
         tl.sum(acc * weight[:, None], 0)[None, :], highest + tl.zeros([1], tl.float32),
-        tl.sum(total * weight, 0) + tl.zeros([1], tl.float32),
+        tl.sum(total * weight, 0) + tl.zeros([1], tl.float32), scale,
         sinks, gate, token * s_sinks + head + one, token * s_gate + head * D + channel[None, :], inside, SINKS, GATE,
     )  # fmt: skip
     tl.store(out + (token * HEADS + head) * D + channel[None, :], y.to(out.dtype.element_ty), mask=inside)

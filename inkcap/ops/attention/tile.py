@@ -28,6 +28,45 @@ def growth(position, floor, alpha):
 
 
 @triton.jit
+def decoded(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes (uint8, E4M3) as numbers of `dtype`, exact in fp16; anything else as it is. NATIVE: the device converts."""
+    if x.dtype == tl.uint8:
+        if NATIVE:
+            y = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        else:  # the bits of a code, moved, are its number times 2^-8
+            bits = x.to(tl.uint16)
+            y = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
+            y = tl.where((bits & 127) == 127, float("nan"), y)
+        x = y.to(dtype)
+    return x
+
+
+# a pair of words of two codes each: fp16 pairs of the first ones and of the second ones
+HALVES = tl.constexpr("""{
+.reg .b32 t;
+.reg .b16 a, b;
+prmt.b32 t, $2, 0, 0x3120;
+mov.b32 {a, b}, t;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+
+
+@triton.jit
+def halves(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Words (int16) of two codes to the numbers of the first and of the second ones."""
+    if NATIVE:
+        first, second = tl.inline_asm_elementwise(
+            HALVES, "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+        first, second = first.to(dtype), second.to(dtype)
+    else:
+        first = decoded((x & 255).to(tl.uint8), dtype, False)
+        second = decoded(((x >> 8) & 255).to(tl.uint8), dtype, False)
+    return first, second
+
+
+@triton.jit
 def paged(
     k_plane, v_plane, table, t, low, high, rn, rd, s_block, s_token,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, EDGE: tl.constexpr,
@@ -115,9 +154,18 @@ def unrolled(spread, table, distance, rn, SP: tl.constexpr, BN: tl.constexpr, ZE
 
 
 @triton.jit
+def highest(z, top, dtype: tl.constexpr):
+    """What logits are counted from: the largest, or in fp16 2^15 below it, so that small weights keep their bits."""
+    most = tl.max(z, 1)
+    if dtype == tl.float16:
+        most -= 15.0
+    return tl.maximum(top, most)
+
+
+@triton.jit
 def fold(z, v, acc, top, total):
     """One tile of logits into the running softmax."""
-    higher = tl.maximum(top, tl.max(z, 1))
+    higher = highest(z, top, v.dtype)
     p = tl.exp2(z - higher[:, None])
     shrink = tl.exp2(top - higher)
     total = total * shrink + tl.sum(p, 1)
@@ -128,16 +176,45 @@ def fold(z, v, acc, top, total):
 @triton.jit
 def far_pages(
     q, acc, top, total, k_plane, v_plane, table, begin, end, rn, rd, s_block, s_token, scale,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles that every row sees whole and without bias."""
     for t in tl.range(begin, end, num_stages=STAGES):
         k, v = paged(
             k_plane, v_plane, table, t, 0, end * BN, rn, rd, s_block, s_token, D, DP, BLOCK, BN, False
         )  # fmt: skip
+        k, v = decoded(k, q.dtype, NATIVE), decoded(v, q.dtype, NATIVE)
         z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         acc, top, total = fold(z, v, acc, top, total)
     return acc, top, total
+
+
+@triton.jit
+def far_words(
+    first, second, q_first, q_second, top, total, k_plane, v_plane, table, begin, end, rn, word, s_block, s_token,
+    scale, BLOCK: tl.constexpr, BN: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`far_pages` of codes, two channels a word: `first` and `second` are the sums of even and odd channels.
+
+    Words of 16 bits can be turned on their way from shared memory, single codes cannot.
+    """
+    for t in tl.range(begin, end, num_stages=STAGES):
+        page = tl.load(table + t * BN // BLOCK).to(tl.int64)
+        address = page * s_block + (t * BN % BLOCK) * s_token + (rn * s_token)[:, None] + word[None, :]
+        k_first, k_second = halves(tl.trans(tl.load(k_plane + address)), q_first.dtype, NATIVE)
+        v_first, v_second = halves(tl.load(v_plane + address), q_first.dtype, NATIVE)
+        z = tl.dot(q_first, k_first, input_precision="ieee")
+        z = tl.dot(q_second, k_second, z, input_precision="ieee") * scale
+        higher = highest(z, top, q_first.dtype)
+        p = tl.exp2(z - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(p, 1)
+        p = p.to(q_first.dtype)
+        first = tl.dot(p, v_first, first * shrink[:, None], input_precision="ieee")
+        second = tl.dot(p, v_second, second * shrink[:, None], input_precision="ieee")
+        top = higher
+    return first, second, top, total
 
 
 @triton.jit
@@ -146,7 +223,7 @@ def near_pages(
     s_block, s_token, scale,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, STATES: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr, WIDTH: tl.constexpr, SP: tl.constexpr,
-    ZERO: tl.constexpr, PITCH: tl.constexpr, STAGES: tl.constexpr,
+    ZERO: tl.constexpr, PITCH: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles with bias or edges; `position` is that of the first query, `grown` what scales each row's bias.
 
@@ -156,6 +233,7 @@ def near_pages(
         k, v = paged(
             k_plane, v_plane, table, t, low, high, rn, rd, s_block, s_token, D, DP, BLOCK, BN, True
         )  # fmt: skip
+        k, v = decoded(k, q.dtype, NATIVE), decoded(v, q.dtype, NATIVE)
         at = t * BN + rn
         if PITCH:
             z = unrolled(r, bias, position - t * BN, rn, SP, BN, ZERO, PITCH) * (grown / scale)[:, None]
@@ -217,8 +295,8 @@ def near_own(
 
 
 @triton.jit
-def finish(acc, top, total, sinks, gate, at, channel, inside, SINKS: tl.constexpr, GATE: tl.constexpr):
-    """Rows of sums to outputs: a sink is a key without a value, the gate multiplies by its sigmoid.
+def finish(acc, top, total, scale, sinks, gate, at, channel, inside, SINKS: tl.constexpr, GATE: tl.constexpr):
+    """Rows of sums to outputs: a sink is a key without a value, the gate multiplies by its sigmoid; `scale` of values.
 
     `sinks` and `gate` point at the first row's; `at` [BM] and `channel` [BM, DP] are offsets of rows in them.
     """
@@ -228,7 +306,7 @@ def finish(acc, top, total, sinks, gate, at, channel, inside, SINKS: tl.constexp
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.exp2(sink - higher)
         acc = acc * shrink[:, None]
-    out = acc / total[:, None]
+    out = acc / total[:, None] * scale
     if GATE:
         g = tl.load(gate + channel, mask=inside, other=0.0).to(tl.float32)
         out = out / (1.0 + tl.exp2(-g * LOG2E))

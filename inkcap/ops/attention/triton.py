@@ -29,63 +29,74 @@ def attention_triton(
     packing: Packing,
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """`attention` of the reference. Weights of values are rounded to their dtype; the bias is rounded before log
     scaling, not after it too. Sums over keys are split by numbers of tokens and by the longest sequence, so the last
-    bits of a result depend on these.
+    bits of a result depend on these. Codes are multiplied in fp16, in which they are exact, or in fp32.
     """
     check(q, k, v, r, scores, view, gate)
     heads, kv = q.shape[1], k.shape[1]
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=r.dtype)
     tokens, sequences, widest = len(q), len(packing.rows), packing.widest
     if splits.whole(tokens, sequences, widest, heads // kv, kv):
-        few(q, k, v, r, out, scores, view, packing, sinks, gate, widest, NOBODY)
+        few(q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, widest, NOBODY)
     else:
         if sequences > 1:
-            few(q, k, v, r, out, scores, view, packing, sinks, gate, splits.FEW, splits.FEW)
-        many(q, k, v, r, out, scores, view, packing, sinks, gate, splits.FEW + 1 if sequences > 1 else 1)
+            few(q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, splits.FEW, splits.FEW)
+        least = splits.FEW + 1 if sequences > 1 else 1
+        many(q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, least)
     return out.flatten(1)
 
 
-def few(q, k, v, r, out, scores, view, packing, sinks, gate, widest: int, most: int) -> None:
-    """Sequences of at most `most` tokens, no more of which than `widest` matter for the layout."""
+def few(
+    q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, widest: int, most: int,
+    plan: splits.Splits | None = None,
+) -> None:  # fmt: skip
+    """Sequences of at most `most` tokens, no more of which than `widest` matter for the layout, unless it is given."""
     heads, kv, size = q.shape[1], k.shape[1], q.shape[2]
     states, extent = scores.bias.shape
     sequences = len(packing.rows)
-    plan = splits.plan(
-        len(q), sequences, widest, packing.reach, heads // kv, kv, extent, scores.window
-    )  # fmt: skip
     one = widest == 1
-    early = one and plan.far == 0 and plan.near >= splits.all_tiles(packing.reach, scores.window)
+    early = False
+    if plan is None:
+        plan = splits.plan(
+            len(q), sequences, widest, packing.reach, heads // kv, kv, extent, scores.window
+        )  # fmt: skip
+        early = one and plan.far == 0 and plan.near >= splits.all_tiles(packing.reach, scores.window)
     on = pdl.supported(q.device)
     parts = plan.tiles * kv * plan.total * plan.queries * (heads // kv)
     sums = torch.empty(parts, size, dtype=torch.float32, device=q.device)
     tops = torch.empty(parts, 2, dtype=torch.float32, device=q.device)
-    plane = view.planes[0]
+    planes, native = coded(view, v_scale)
+    # products of 64 rows take codes from shared memory once more, where words would only add work
+    words = v_scale is not None and plan.rows < 64 and size == padded(size) >= 32 and view.block % splits.KEYS == 0
     searched = 1 if one else triton.next_power_of_2(sequences)
     keys = splits.KEYS if one else splits.KEYS // 2  # of a tile with bias
     width = triton.next_power_of_2(plan.queries + keys)
     split_kernel[(plan.total, plan.tiles * kv)](
-        q, k, v, r, scores.bias, *view.planes[:2], view.table, packing.starts, packing.rows, packing.first, sums, tops,
+        q, k, v, r, scores.bias, *planes, view.table, packing.starts, packing.rows, packing.first, sums, tops,
         sequences, most, plan.far, plan.near, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
-        *plane.stride()[:3], view.table.stride(0),
+        *planes[0].stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, keys, width,
-        plan.far > 0, early, *splits.stages(plan, early, q.element_size(), roomy(q.device)), on,
+        plan.far > 0, early, words, native, *splits.stages(plan, early, q.element_size(), roomy(q.device)), on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     channels = splits.channels(plan.total, padded(size))
     combine_kernel[(plan.tiles * plan.queries, heads, triton.cdiv(size, channels))](
-        sums, tops, out, q if sinks is None else sinks, q if gate is None else gate, packing.starts, packing.first,
+        sums, tops, out, q if sinks is None else sinks, q if gate is None else gate,
+        tops if v_scale is None else v_scale, packing.starts, packing.first,
         sequences, most, plan.far, plan.near, 0 if sinks is None else sinks.stride(0),
         0 if gate is None else gate.stride(0),
         heads, kv, size, extent, scores.window or 0, one, searched, plan.queries, splits.KEYS, keys,
-        plan.far > 0, triton.next_power_of_2(plan.total), channels, sinks is not None, gate is not None, on,
+        plan.far > 0, triton.next_power_of_2(plan.total), channels, sinks is not None, gate is not None,
+        v_scale is not None, on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
 
 
-def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> None:
+def many(q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, least: int) -> None:
     """Sequences of at least `least` tokens."""
     heads, kv, size = q.shape[1], k.shape[1], q.shape[2]
     states, extent = scores.bias.shape
@@ -101,33 +112,45 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, least: int) -> Non
             scores.bias, bank, states, padded(states), extent, shift.zero, shift.pitch, 256, on,
             num_warps=4, **pdl.launch(on),
         )  # fmt: skip
-    tiles = tiles_of(k, v, view) if scores.window is None else (None,) * 4
+    planes, native = coded(view, v_scale)
+    tiles = tiles_of(k, v, view.block, planes) if scores.window is None else (None,) * 4
     tile_kernel[(splits.bound(len(q), sequences, queries), kv)](
         q, k, v, r, out, bank, q if sinks is None else sinks, q if gate is None else gate,
-        *view.planes[:2], *tiles, view.table, packing.starts, packing.rows, packing.first,
+        q if v_scale is None else v_scale, *planes, *tiles, view.table, packing.starts, packing.rows, packing.first,
         sequences, least, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
-        0 if sinks is None else sinks.stride(0), 0 if gate is None else gate.stride(0), *view.planes[0].stride()[:3],
+        0 if sinks is None else sinks.stride(0), 0 if gate is None else gate.stride(0), *planes[0].stride()[:3],
         view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS, tiling.near,
         triton.next_power_of_2(queries + tiling.near), shift.depth, shift.zero, shift.pitch,
-        sinks is not None, gate is not None, tiles[0] is not None, *tiling.stages, on,
+        sinks is not None, gate is not None, tiles[0] is not None, v_scale is not None, native, *tiling.stages, on,
         num_warps=tiling.warps, **pdl.launch(on),
     )  # fmt: skip
 
 
-def tiles_of(k: Tensor, v: Tensor, view: GroupView) -> tuple[TensorDescriptor | None, ...]:
+def tiles_of(k: Tensor, v: Tensor, block: int, planes: list[Tensor]) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of the pages of k and v and of this step's; None where the device or the sizes do not allow them."""
     size = k.shape[2]
-    steps = [step * k.element_size() for step in (size, k.stride(0), *view.planes[0].stride()[:3])]
-    able = (k.device.type == "cpu" or pdl.supported(k.device)) and view.block % splits.KEYS == 0
-    begins = [tensor.data_ptr() for tensor in (k, v, *view.planes[:2])]
+    steps = [step * k.element_size() for step in (size, k.stride(0))]
+    steps += [step * planes[0].element_size() for step in planes[0].stride()[:3]]
+    able = (k.device.type == "cpu" or pdl.supported(k.device)) and block % splits.KEYS == 0
+    begins = [tensor.data_ptr() for tensor in (k, v, *planes)]
     if not able or size != padded(size) or any(place % 16 for place in steps + begins):
         return (None,) * 4
     return (
-        *(TensorDescriptor.from_tensor(plane.transpose(1, 2), [1, 1, splits.KEYS, size]) for plane in view.planes[:2]),
+        *(TensorDescriptor.from_tensor(plane.transpose(1, 2), [1, 1, splits.KEYS, size]) for plane in planes),
         *(TensorDescriptor.from_tensor(own.flatten(1), [splits.KEYS, size]) for own in (k, v)),
     )
+
+
+def coded(view: GroupView, v_scale: Tensor | None) -> tuple[list[Tensor], bool]:
+    """The planes of k and v, codes as bytes, and whether the device converts these itself (Ada, Hopper and newer)."""
+    planes = list(view.planes[:2])
+    if v_scale is None:
+        return planes, False
+    device = planes[0].device
+    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return [plane.view(torch.uint8) for plane in planes], native
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, r: Tensor, scores: Scores, view: GroupView, gate: Tensor | None) -> None:

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inkcap.ops import paged
-from inkcap.ops.attn_prep.ref import attn_prep_clip
+from inkcap.ops.attn_prep.ref import attn_prep_clip, keep
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import ClipWeights, GroupView, LogScaling, Packing
 
@@ -44,6 +43,4 @@ def attn_prep_clip_cpu(
     if scaling is not None and scaling.active(packing):
         factor = scaling.factor(packing.positions)[:, None, None]
         q, r = q.mul_(factor), r.mul_(factor)
-    paged.store(kv, 0, k)
-    paged.store(kv, 1, v)
-    return q, k, v, r
+    return *keep(q, k, v, weights.codes, kv), r

@@ -1,4 +1,4 @@
-"""What the kernels of attn_prep share: taps over paged inputs, log scaling, stores at slots.
+"""What the kernels of attn_prep share: taps over paged inputs, log scaling, stores at slots, as they are or in codes.
 
 A tile is BT consecutive tokens of one head, [BT, D]. The input `back` positions behind token t is of this step when
 token t - back is of the same row and so far behind; otherwise it is read from its page, and is zero before position 0.
@@ -64,16 +64,14 @@ def new_taps(
     W: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """The rest of it: this step's inputs, and the taps that tokens add ([T, heads, W] by distance, `added` at
-    this head's).
+    this head's). Older inputs come first, in order, so that a sum does not depend on which of them are this step's.
 
     Returns the convolved tile in fp32, scaled and rounded to the dtype of x, and the tokens' own inputs.
     """
     kind = x.dtype.element_ty
     inside = live[:, None] & held[None, :]
     here = tl.load(x + token.to(tl.int64)[:, None] * s_x + channel[None, :], mask=inside, other=0.0)
-    total += here.to(tl.float32) * (1.0 + tap_of(taps, channel, held, W - 1, s_tap, s_back))[None, :]
-    if ADDED:
-        total += here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added, mask=live, other=0.0)[:, None]
+    moved = tl.zeros(total.shape, tl.float32)  # what the added taps make of older inputs
     for back in tl.static_range(W - 1, 0, -1):
         mine = own(token, live, row, position, row_of, positions, back)
         earlier = tl.load(
@@ -86,7 +84,11 @@ def new_taps(
             earlier += old_input(
                 plane, table, row, position, wanted, channel, held, s_block, s_token, s_table, BLOCK, back
             )  # fmt: skip
-            total += earlier * tl.load(added + token.to(tl.int64) * s_added + back, mask=live, other=0.0)[:, None]
+            moved += earlier * tl.load(added + token.to(tl.int64) * s_added + back, mask=live, other=0.0)[:, None]
+    total += here.to(tl.float32) * (1.0 + tap_of(taps, channel, held, W - 1, s_tap, s_back))[None, :]
+    if ADDED:
+        moved += here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added, mask=live, other=0.0)[:, None]
+        total += moved
     return (total * scale).to(kind).to(tl.float32), here
 
 
@@ -125,6 +127,36 @@ def put(out, tile, token, live, head, dim, held, HEADS: tl.constexpr, D: tl.cons
     """Store a tile as head `head` of out [T, HEADS, D]."""
     address = (token.to(tl.int64) * HEADS + head) * D
     tl.store(out + address[:, None] + dim[None, :], tile.to(out.dtype.element_ty), mask=live[:, None] & held[None, :])
+
+
+@triton.jit
+def encode(x):
+    """fp32 to E4M3, nearest, ties to even, saturating: the codes (uint32) and the numbers they are (fp32)."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000  # three bits behind the leading one
+    fixed = size + 16384.0  # whose last bit is worth 2^-9, as that of the smallest codes
+    small = size < 0.015625
+    number = tl.where(small, fixed - 16384.0, bits.to(tl.float32, bitcast=True))
+    code = tl.where(small, fixed.to(tl.uint32, bitcast=True) & 15, (bits >> 20) - 960)
+    code = tl.where(x != x, 127, code) | ((x.to(tl.uint32, bitcast=True) >> 31) << 7)
+    return code, tl.where(x != x, x, tl.where(x < 0, -number, number))
+
+
+@triton.jit
+def settle(
+    out, plane, slots, tile, scale, token, live, head, dim, held, s_block, s_token,
+    KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, kind: tl.constexpr, CODED: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of k or v, rounded to `kind`, as head `head` of out and at its tokens' slots; as codes if CODED."""
+    if CODED:
+        inverse = (0x7F000000 - scale.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)  # of a power of two
+        code, number = encode(tile.to(kind).to(tl.float32) * inverse)
+        put(out, number, token, live, head, dim, held, KV, D)
+        keep(plane, slots, code, token, live, dim, held, s_block, s_token, BLOCK)
+    else:
+        put(out, tile, token, live, head, dim, held, KV, D)
+        keep(plane, slots, tile.to(kind), token, live, dim, held, s_block, s_token, BLOCK)
 
 
 @triton.jit

@@ -7,7 +7,32 @@ from inkcap.ops import paged
 from inkcap.ops.dispatch import op
 from inkcap.ops.norm.ref import rms_norm
 from inkcap.ops.sconv.ref import sconv
-from inkcap.ops.values import ClipWeights, GroupView, HeadWeights, LogScaling, Packing
+from inkcap.ops.values import ClipWeights, CodeScales, GroupView, HeadWeights, LogScaling, Packing
+
+LARGEST = 448.0  # of E4M3
+
+
+def encode(x: Tensor, scale: Tensor) -> Tensor:
+    """Heads [T, kv heads, D] as codes, nearest, ties to even, saturating; scale: [kv heads]."""
+    return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def keep(q: Tensor, k: Tensor, v: Tensor, codes: CodeScales | None, kv: GroupView) -> tuple[Tensor, Tensor, Tensor]:
+    """Store k and v [T, kv heads, D]; returns q, k and v as attention takes them.
+
+    With codes, k and v come as whoever reads the cache sees them, divided by their scales, and q [T, heads, D]
+    multiplied by that of k. All three are fp16 then where they were bf16: it holds codes exactly, and q above 2^-14.
+    """
+    if codes is not None:
+        dtype = torch.float16 if q.dtype is torch.bfloat16 else q.dtype
+        q = (q.float() * codes.k.repeat_interleave(q.shape[1] // k.shape[1])[:, None]).to(dtype)
+        k, v = encode(k, codes.k), encode(v, codes.v)
+        paged.store(kv, 0, k)
+        paged.store(kv, 1, v)
+        return q, k.to(dtype), v.to(dtype)
+    paged.store(kv, 0, k)
+    paged.store(kv, 1, v)
+    return q, k, v
 
 
 @op
@@ -25,7 +50,7 @@ def attn_prep(
 
     q: [T, heads * D]; k, v: [T, kv heads * D], possibly views with a row stride. `conv` has the inputs of the k and v
     convolutions in planes 0 and 1, `kv` has conditioned k and v in planes 0 and 1, [blocks, block, kv heads, D]. Writes
-    all four planes at the tokens' slots. Returns q [T, heads, D], k and v [T, kv heads, D].
+    all four planes at the tokens' slots. Returns q [T, heads, D], k and v [T, kv heads, D], by way of `keep`.
     """
     size = len(weights.q_norm)
     k = sconv(k, weights.k_taps, conv, packing, plane=0).unflatten(1, (-1, size))
@@ -34,9 +59,7 @@ def attn_prep(
     q = rms_norm(q.unflatten(1, (-1, size)), weights.q_norm, weights.eps)
     if scaling is not None and scaling.active(packing):
         q = (q.float() * scaling.factor(packing.positions)[:, None, None]).to(q.dtype)
-    paged.store(kv, 0, k)
-    paged.store(kv, 1, v)
-    return q, k, v
+    return keep(q, k, v, weights.codes, kv)
 
 
 def clip(x: Tensor, limit: float) -> Tensor:
@@ -64,7 +87,7 @@ def attn_prep_clip(
     q: [T, heads * D]; k, v: [T, kv heads * D]; r: [T, heads * states]; any of them a view with a row stride. k_added,
     v_added: [T, kv heads, W], added to the taps token by token as in `sconv`. `conv` and `kv` as in attn_prep; writes
     all four planes. Rounds after each convolution, each clip or norm, and the scaling of q and r. Returns q
-    [T, heads, D], k and v [T, kv heads, D], r [T, heads, states].
+    [T, heads, D], k and v [T, kv heads, D], by way of `keep`, r [T, heads, states].
     """
     size = weights.q_scale.shape[1]
     scale = weights.conv_scale
@@ -77,6 +100,4 @@ def attn_prep_clip(
     if scaling is not None and scaling.active(packing):
         factor = scaling.factor(packing.positions)[:, None, None]
         q, r = (q.float() * factor).to(q.dtype), (r.float() * factor).to(r.dtype)
-    paged.store(kv, 0, k)
-    paged.store(kv, 1, v)
-    return q, k, v, r
+    return *keep(q, k, v, weights.codes, kv), r
