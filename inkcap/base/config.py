@@ -58,6 +58,9 @@ class ModelConfig:
     seed: int = option(0, "seeds of requests without one are drawn from this", check="not negative")
     threads: int | None = option(None, "CPU threads of the model; default all cores", check="positive")
     graphs: bool = option(True, "on a GPU, capture decode steps once and replay them", flag="--cuda-graphs")
+    deterministic: bool = option(
+        False, "the same bits for a request whatever else runs, in whatever chunks; costs speed"
+    )
     mixed_graphs: bool = option(True, "capture small steps with prompts in them too", flag="--mixed-cuda-graphs")
 
 

@@ -5,6 +5,7 @@ Those in Triton are declared where Triton is installed.
 
 from importlib.util import find_spec
 
+from inkcap.ops import alone
 from inkcap.ops.act import cpu as act_cpu
 from inkcap.ops.act import ref as act_ref
 from inkcap.ops.attention import cpu as attention_cpu
@@ -34,6 +35,7 @@ if find_spec("triton") is not None:
 __all__ = [
     "act_cpu",
     "act_ref",
+    "alone",
     "attention_cpu",
     "attention_ref",
     "attn_prep_cpu",

@@ -104,7 +104,7 @@ class Worker:
         Raises NotEnoughMemory when the cache does not fit.
         """
         self.device = device or torch.device("cpu")
-        bind(self.device, config.ops)
+        bind(self.device, config.ops, deterministic=config.model.deterministic)
         self.config, self.model = config, model
         self.dtype = str(dtype).removeprefix("torch.")
         self.rules = token_rules(model.vocab_size) if rules is None else rules

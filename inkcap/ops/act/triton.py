@@ -59,13 +59,13 @@ def activate(x: Tensor, scale: Tensor | None, caps: Caps | None) -> Tensor:
     return out
 
 
-@swiglu.implement("triton", when=lambda device: device.type == "cuda")
+@swiglu.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def swiglu_triton(x: Tensor, scale: Tensor | None = None) -> Tensor:
     """`swiglu` of the reference."""
     return activate(x, scale, None)
 
 
-@swiglu_capped.implement("triton", when=lambda device: device.type == "cuda")
+@swiglu_capped.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def swiglu_capped_triton(x: Tensor, caps: Caps) -> Tensor:
     """`swiglu_capped` of the reference."""
     return activate(x, None, caps)

@@ -140,6 +140,13 @@ def plan(
     return Splits(rows, queries, tiles, far, near)
 
 
+def fixed(group: int, kv_heads: int, extent: int, window: int | None) -> Splits:
+    """Splits of one query whatever the step has besides; the number of tiles is left out."""
+    rows, queries = rows_of(1, group, ROWS)
+    close = ((window or extent) + KEYS - 3) // KEYS + 1  # as `near_tiles` of the longest sequence
+    return Splits(rows, queries, 0, 0 if window else max(FEW, PROGRAMS // kv_heads), -(-close // 2))
+
+
 def channels(total: int, size: int) -> int:
     """Channels of a program that combines `total` splits of a head with `size`."""
     return 32 if total > 64 else min(64, size)

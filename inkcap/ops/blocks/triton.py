@@ -26,7 +26,7 @@ def copy_rows_kernel(
     tl.store(target + there * s_target + at, x, mask=at < words)
 
 
-@copy_blocks.implement("triton", when=lambda device: device.type == "cuda")
+@copy_blocks.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def copy_blocks_triton(arena: Tensor, source: Tensor, target: Tensor) -> None:
     """`copy_blocks` of the reference; blocks are contiguous, whatever lies between them."""
     moves = len(source)

@@ -35,15 +35,15 @@ UP_CODED, UP_SHORT, DOWN_CODED, DOWN_JOINED = (4, 2, 2), (4, 2, 1), (8, 8), (8, 
 
 
 def up(
-    rows: Normed, route: Routed, w13: Weights, shared_w13: Tensor | None, caps: Caps | None
+    rows: Normed, route: Routed, w13: Weights, shared_w13: Tensor | None, caps: Caps | None, *, fixed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Activations of the routed and of the shared experts."""
+    """Activations of the routed and of the shared experts. `fixed`: as `fixed_products` makes them."""
     (tokens, top_k), (_, columns, length) = route.choice.shape, w13.shape
     shared = 0 if shared_w13 is None else len(shared_w13)
     device = rows.rows.device
     out = torch.empty(tokens, top_k, columns // 2, dtype=rows.dtype, device=device)
     bk, number = chunks(length)
-    if tokens == 1 and number:
+    if tokens == 1 and number and not fixed:
         on, normed = pdl.supported(device), rows.normed is None
         x = rows.rows if rows.normed is None else rows.normed
         shared_out = torch.empty(1, shared, columns // 2, dtype=rows.dtype, device=device)
@@ -68,12 +68,13 @@ def up(
     x = rows.tensor()
     shared_out = torch.empty(tokens, shared, columns // 2, dtype=rows.dtype, device=device)
     also = None
-    if shared_w13 is not None and together(w13, tokens):
+    if shared_w13 is not None and (fixed or together(w13, tokens)):
         also = Also(x, shared, shared_w13, route.gammas, shared_out, tokens)
     elif shared_w13 is not None:
         shared_out = swiglu(F.linear(x, shared_w13.flatten(0, 1)).unflatten(1, (shared, -1)), route.gammas)
     if tokens:
-        products_of(x, w13, route, top_k, out, paired=True, caps=caps, also=also)
+        products = fixed_products if fixed else products_of
+        products(x, w13, route, top_k, out, paired=True, caps=caps, also=also)
     return out, shared_out
 
 
@@ -109,6 +110,23 @@ def products_of(
     return grouped(x, w, uses, share, out, paired=paired, caps=caps, also=also)
 
 
+def fixed_products(
+    x: Tensor,
+    w: Weights,
+    route: Routed,
+    share: int,
+    out: Tensor,
+    *,
+    paired: bool,
+    caps: Caps | None = None,
+    also: Also | None = None,
+) -> Tensor:
+    """`products_of` by one kernel for any number of tokens, in which a use's sums depend on nothing but itself."""
+    tokens, number = len(route.choice), route.choice.numel()
+    uses = route if tokens <= FEW else tiles(route, len(w), NARROW if number <= NARROW * len(w) else FEW)
+    return grouped_few(x, w, uses, share, out, paired=paired, caps=caps, also=also)
+
+
 def down(
     act: Tensor,
     shared_act: Tensor | None,
@@ -122,8 +140,13 @@ def down(
     plane: int,
     conv_scale: float,
     dtype: torch.dtype | None = None,
+    *,
+    fixed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum over experts [T, C], then convolution and addition where there are taps; squares as `settle` returns them."""
+    """Sum over experts [T, C], then convolution and addition where there are taps; squares as `settle` returns them.
+
+    `fixed`: as `fixed_products` makes them, and no squares.
+    """
     (tokens, top_k, length), channels = act.shape, w2.shape[1]
     bk, number = chunks(length)
     convolved = taps is not None and view is not None and packing is not None
@@ -142,7 +165,7 @@ def down(
     else:
         where, strides, window = (act,) * 6, (0,) * 5, (1, 1)
     joined = coded_chunks(top_k * length) if isinstance(w2, Coded) else (bk, number)  # of all experts' rows
-    if tokens == 1 and number and joined[1] and (inside or not convolved):
+    if tokens == 1 and number and joined[1] and (inside or not convolved) and not fixed:
         shared = 0 if shared_w2 is None else shared_w2.shape[1]
         if isinstance(w2, Coded) and shared:
             bn, warps = DOWN_CODED
@@ -173,14 +196,14 @@ def down(
     products = torch.empty(tokens * top_k, channels, dtype=act.dtype, device=act.device)
     shared, also = products, None
     many = 0  # shared products of a token
-    if shared_act is not None and shared_w2 is not None and together(w2, tokens):
+    if shared_act is not None and shared_w2 is not None and (fixed or together(w2, tokens)):
         many = shared_w2.shape[1]
         shared = torch.empty(tokens * many, channels, dtype=act.dtype, device=act.device)
         also = Also(shared_act, 1, shared_w2.transpose(0, 1), route.gammas, shared, tokens)
     elif shared_act is not None and shared_w2 is not None:
         many = 1
         shared = F.linear(shared_act.flatten(1), shared_w2.flatten(1))
-    products_of(act, w2, route, 1, products, paired=False, also=also)
+    (fixed_products if fixed else products_of)(act, w2, route, 1, products, paired=False, also=also)
     bc = min(COMBINED, triton.next_power_of_2(channels))
     blocks = triton.cdiv(channels, bc)
     squares = torch.empty(tokens, blocks, dtype=torch.float32, device=act.device) if inside else None
@@ -192,7 +215,7 @@ def down(
     )  # fmt: skip
     if convolved and not inside:
         return convolve(out, taps, view, packing, plane, conv_scale, residual, dtype=dtype), None
-    return out, squares
+    return out, None if fixed else squares
 
 
 @experts_up.implement("triton", when=lambda device: device.type == "cuda")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.sconv.triton import finish, history
-from inkcap.ops.values import Normed
+from inkcap.ops.values import GroupView, Normed, Packing
 
 ROWS, MANY_ROWS, LENGTH = 64, 128, 256  # rows of a tile of weights, of a matrix of many rows; columns
 MANY = 1024  # rows of such a matrix
@@ -143,3 +143,30 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
         parts, out, out.numel(), number, SUMMED, on, num_warps=1, **pdl.launch(on)
     )
     return out
+
+
+def settle_parts(
+    parts: Tensor,
+    rows: Tensor,
+    residual: Tensor | None,
+    taps: Tensor,
+    view: GroupView,
+    packing: Packing,
+    plane: int,
+    scale: Tensor | None,
+    conv_scale: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """What follows a product of `rows` in parts [P, T, C] in `settle`, for tokens that are alone in their sequences."""
+    (number, tokens, channels), state, on = parts.shape, view.planes[plane], pdl.supported(parts.device)
+    summed_dtype, blocks = rows.dtype if residual is None else residual.dtype, triton.cdiv(channels, SETTLED)
+    out = torch.empty(tokens, channels, dtype=dtype or summed_dtype, device=parts.device)
+    squares = torch.empty(tokens, blocks, dtype=torch.float32, device=parts.device)
+    settle_kernel[(tokens, blocks)](
+        parts, rows if residual is None else residual.contiguous(), out, squares, taps, state, view.table, view.slots,
+        packing.row_of, packing.positions, rows if scale is None else scale, conv_scale, tokens, channels,
+        state.stride(0), state.stride(1), view.table.stride(0), taps.stride(0), taps.stride(1), rows,
+        taps.shape[1], view.block, scale is not None, residual is not None, number, SETTLED, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+    return out, squares

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.linear.device import chunks, fetch_all, multiply
-from inkcap.ops.linear.few import SETTLED, in_parts, normed_in_parts, settle_kernel, sum_parts
+from inkcap.ops.linear.few import in_parts, normed_in_parts, settle_parts, sum_parts
 from inkcap.ops.linear.ref import logits, product, project, settle
 from inkcap.ops.sconv.triton import convolve, finish, history
 from inkcap.ops.values import GroupView, Normed, Packing
@@ -141,21 +141,13 @@ def settle_triton(
     if not streams(rows, weight) and not (few(rows, weight, rows.dtype) and packing.widest == 1):
         product = F.linear(rows, weight)
         return convolve(product, taps, view, packing, plane, conv_scale, residual, before=scale, dtype=dtype), None
+    if len(rows) > 1:
+        parts = in_parts(rows, weight)
+        return settle_parts(parts, rows, residual, taps, view, packing, plane, scale, conv_scale, dtype)
     (channels, length), state, on = weight.shape, view.planes[plane], pdl.supported(rows.device)
     summed = rows.dtype if residual is None else residual.dtype
     out = torch.empty(len(rows), channels, dtype=dtype or summed, device=rows.device)
     base = rows if residual is None else residual.contiguous()
-    if len(rows) > 1:
-        parts, blocks = in_parts(rows, weight), triton.cdiv(channels, SETTLED)
-        squares = torch.empty(len(rows), blocks, dtype=torch.float32, device=rows.device)
-        settle_kernel[(len(rows), blocks)](
-            parts, base, out, squares, taps, state, view.table, view.slots, packing.row_of, packing.positions,
-            rows if scale is None else scale, conv_scale, len(rows), channels,
-            state.stride(0), state.stride(1), view.table.stride(0), taps.stride(0), taps.stride(1), rows,
-            taps.shape[1], view.block, scale is not None, residual is not None, len(parts), SETTLED, on,
-            num_warps=4, **pdl.launch(on),
-        )  # fmt: skip
-        return out, squares
     (bn, warps), (bk, number) = tile(channels, length), chunks(length)
     settle_row[(triton.cdiv(channels, bn),)](
         rows, weight, base, out, taps,

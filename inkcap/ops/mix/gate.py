@@ -223,11 +223,19 @@ def states_of_many(
     return torch.bmm(pairs, gates.down.transpose(1, 2))
 
 
-def apply(rows: Tensor, sources: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, states: Tensor) -> Tensor:
-    """Gated rows [G, T, C] fp32."""
+def apply(
+    rows: Tensor,
+    sources: Sequence[Tensor],
+    shares: Sequence[Tensor],
+    gates: Gates,
+    states: Tensor,
+    *,
+    fixed: bool = False,
+) -> Tensor:
+    """Gated rows [G, T, C] fp32. `fixed`: one token's product is that of many, in which it may stand."""
     (number, channels, rank), tokens, on = gates.forget.shape, rows.shape[1], pdl.supported(rows.device)
     out = torch.empty(number, tokens, channels, dtype=torch.float32, device=rows.device)
-    bt = 1 if tokens == 1 else TOKENS
+    bt = 1 if tokens == 1 and not fixed else TOKENS
     apply_kernel[(triton.cdiv(channels, CHANNELS), triton.cdiv(tokens, bt), number)](
         rows, tuple(sources), tuple(shares), states, gates.forget, gates.gain, out, tokens, between(rows),
         channels, rank, max(16, triton.next_power_of_2(rank)), CHANNELS, bt, on,

@@ -61,14 +61,14 @@ def launch(
     return out
 
 
-@mix.implement("triton", when=lambda device: device.type == "cuda")
+@mix.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def mix_triton(sources: Sequence[Tensor], queries: Tensor, eps: float) -> Tensor:
     """`mix` of the reference."""
     out = torch.empty(len(queries), *sources[0].shape, dtype=torch.float32, device=queries.device)
     return launch(sources, queries, eps, out, None, shares=False) if out.numel() else out
 
 
-@mix_norm.implement("triton", when=lambda device: device.type == "cuda")
+@mix_norm.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def mix_norm_triton(sources: Sequence[Tensor], queries: Tensor, eps: float, norms: Norms) -> tuple[Normed, ...]:
     """`mix_norm` of the reference; the inputs come normed."""
     out = torch.empty(len(queries), *sources[0].shape, dtype=norms.dtype, device=queries.device)

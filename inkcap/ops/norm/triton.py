@@ -43,7 +43,7 @@ def warps(block: int) -> int:
     return max(1, min(16, block // 1024))
 
 
-@rms_norm.implement("triton", when=lambda device: device.type == "cuda")
+@rms_norm.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """`rms_norm` of the reference."""
     rows = x.reshape(-1, x.shape[-1])
@@ -59,7 +59,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | 
     return out.view(x.shape)
 
 
-@embed_norm.implement("triton", when=lambda device: device.type == "cuda")
+@embed_norm.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def embed_norm_triton(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`embed_norm` of the reference."""
     out = table.new_empty(len(ids), table.shape[1])

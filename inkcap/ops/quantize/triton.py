@@ -253,7 +253,7 @@ def nvfp4(
             rows, own, y, own if scales is None else scales.view(torch.uint8), own if factors is None else factors,
             rows.stride(0), span, floor, number if outer is None else number // outer.numel(),
             kind.value, outer is not None, scales is not None, columns, COLUMNS // NVFP4_BLOCK, on,
-            num_warps=1, enable_fp_fusion=False, **pdl.launch(on),
+            num_warps=max(1, COLUMNS // 512), enable_fp_fusion=False, **pdl.launch(on),
         )  # fmt: skip
 
 
@@ -266,11 +266,11 @@ def mxfp8(x: Tensor, y: Tensor, scales: Tensor | None) -> None:
         mxfp8_kernel[(number, triton.cdiv(columns, COLUMNS))](
             rows, y if scales is None else y.view(torch.uint8), y if scales is None else scales, rows.stride(0),
             scales is not None, columns, COLUMNS // MXFP8_BLOCK, on,
-            num_warps=1, enable_fp_fusion=False, **pdl.launch(on),
+            num_warps=max(1, COLUMNS // 512), enable_fp_fusion=False, **pdl.launch(on),
         )  # fmt: skip
 
 
-@round_rows.implement("triton", when=lambda device: device.type == "cuda")
+@round_rows.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def round_rows_triton(x: Tensor, how: Rounding, amax: Tensor | None = None) -> Tensor:
     """`round_rows` of the reference."""
     check_columns(x, how.block)
@@ -292,7 +292,7 @@ def places(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.empty(*first, columns // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=x.device)
 
 
-@nvfp4_encode.implement("triton", when=lambda device: device.type == "cuda")
+@nvfp4_encode.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def nvfp4_encode_triton(x: Tensor, factor: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     """`nvfp4_encode` of the reference."""
     codes, scales = places(x)
@@ -300,7 +300,7 @@ def nvfp4_encode_triton(x: Tensor, factor: Tensor, floor: float = 0.0) -> tuple[
     return codes, scales
 
 
-@nvfp4_encode_four_over_six.implement("triton", when=lambda device: device.type == "cuda")
+@nvfp4_encode_four_over_six.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def nvfp4_encode_four_over_six_triton(x: Tensor, amax: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
     """`nvfp4_encode_four_over_six` of the reference."""
     codes, scales = places(x)
@@ -309,7 +309,7 @@ def nvfp4_encode_four_over_six_triton(x: Tensor, amax: Tensor, limit: float) -> 
     return codes, scales, factors
 
 
-@mxfp8_encode.implement("triton", when=lambda device: device.type == "cuda")
+@mxfp8_encode.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def mxfp8_encode_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """`mxfp8_encode` of the reference."""
     check_columns(x, MXFP8_BLOCK)

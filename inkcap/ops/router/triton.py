@@ -16,6 +16,7 @@ from torch import Tensor
 from inkcap.ops import pdl
 from inkcap.ops.linear.device import chunks, fetch_all, multiply_and_norm
 from inkcap.ops.linear.few import normed_in_parts
+from inkcap.ops.linear.fixed import parts_of
 from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import Normed, Routed
 
@@ -119,9 +120,19 @@ def arrivals(device: torch.device) -> Tensor:
 
 
 def route(
-    rows: Normed, weight: Tensor, bias: Tensor, global_scale: Tensor | None, top_k: int, route_scale: float
+    rows: Normed,
+    weight: Tensor,
+    bias: Tensor,
+    global_scale: Tensor | None,
+    top_k: int,
+    route_scale: float,
+    *,
+    fixed: bool = False,
 ) -> Routed:
-    """Both routers; that of the reference's `route_sink` where there is a global scale."""
+    """Both routers; that of the reference's `route_sink` where there is a global scale.
+
+    `fixed`: a token's logits depend on nothing but the token.
+    """
     x = rows.rows
     tokens, experts, (every, length), on = len(x), len(bias), weight.shape, pdl.supported(x.device)
     shared, sink = every - experts, global_scale is not None
@@ -131,7 +142,7 @@ def route(
     gammas = torch.empty(tokens, shared, dtype=torch.float32, device=x.device)
     blocks = (triton.next_power_of_2(experts), triton.next_power_of_2(top_k + shared))
     bk, number = chunks(length)
-    if tokens == 1 and number and weight.stride(1) == x.stride(1) == 1:
+    if tokens == 1 and number and weight.stride(1) == x.stride(1) == 1 and not fixed:
         unnormed = rows.normed is None
         own = x if rows.normed is None else rows.normed
         normed = torch.empty(1, length, dtype=rows.dtype, device=x.device) if unnormed else own
@@ -148,7 +159,10 @@ def route(
         rows.normed = normed
     elif tokens:
         parts = 1
-        if tokens <= FEW and x.stride(1) == weight.stride(1) == 1 and rows.dtype == weight.dtype:
+        if fixed:
+            logits = parts_of(rows.tensor(), weight)
+            parts = len(logits)
+        elif tokens <= FEW and x.stride(1) == weight.stride(1) == 1 and rows.dtype == weight.dtype:
             logits = normed_in_parts(rows, weight)
             parts = len(logits)
         elif (normed := rows.tensor()).dtype == weight.dtype != torch.float32:
@@ -176,3 +190,17 @@ def route_sink_triton(
 def route_sigmoid_triton(rows: Normed, weight: Tensor, bias: Tensor, *, top_k: int, route_scale: float) -> Routed:
     """`route_sigmoid` of the reference."""
     return route(rows, weight, bias, None, top_k, route_scale)
+
+
+@route_sink.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
+def route_sink_fixed(
+    rows: Normed, weight: Tensor, bias: Tensor, global_scale: Tensor, *, top_k: int, route_scale: float
+) -> Routed:
+    """`route_sink` of the reference."""
+    return route(rows, weight, bias, global_scale, top_k, route_scale, fixed=True)
+
+
+@route_sigmoid.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
+def route_sigmoid_fixed(rows: Normed, weight: Tensor, bias: Tensor, *, top_k: int, route_scale: float) -> Routed:
+    """`route_sigmoid` of the reference."""
+    return route(rows, weight, bias, None, top_k, route_scale, fixed=True)

@@ -41,7 +41,7 @@ def newest_kernel(
         tl.store(slots + 2 * T + at, tl.where(held > 0, held * BLOCK2 + position % BLOCK2, -1), mask=inside)
 
 
-@newest.implement("triton", when=lambda device: device.type == "cuda")
+@newest.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def newest_triton(
     rows: Tensor, tokens: Tensor, lengths: Tensor, tables: Sequence[Tensor], blocks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -72,7 +72,7 @@ def append_kernel(rows, drawn, tokens, lengths, spare, T, capacity, WIDE: tl.con
     tl.store(lengths + row, length + 1, mask=own)
 
 
-@append_tokens.implement("triton", when=lambda device: device.type == "cuda")
+@append_tokens.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def append_tokens_triton(rows: Tensor, drawn: Tensor, tokens: Tensor, lengths: Tensor, spare: int) -> None:
     """`append_tokens` of the reference. Each row is one lane's: no two write the same place."""
     append_kernel[(1,)](

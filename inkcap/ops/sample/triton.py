@@ -199,7 +199,7 @@ def choose_kernel(best, places, tokens, spans, WIDE: tl.constexpr):
     tl.store(tokens + at_row, tl.where(most == float("-inf"), -1, first).to(tl.int64))
 
 
-@sample.implement("triton", when=lambda device: device.type == "cuda")
+@sample.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def sample_triton(
     logits: Tensor,
     temperature: Tensor,
@@ -264,7 +264,7 @@ def penalize_kernel(logits, counts, seen, repetition, presence, frequency, V, SP
     tl.store(logits + at, x, mask=inside)
 
 
-@penalize.implement("triton", when=lambda device: device.type == "cuda")
+@penalize.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def penalize_triton(
     logits: Tensor, counts: Tensor, seen: Tensor, repetition: float, presence: float, frequency: float
 ) -> None:

@@ -1,0 +1,129 @@
+"""Products whose rows depend on no other row, nor on how many there are: deterministic mode on a GPU.
+
+All of them are sums of products of LENGTH columns each, added up in order of the columns. Few rows are multiplied part
+by part, in many programs; many rows tile by tile, where a program adds up the parts itself. A product's columns go
+through the same instructions in the same order either way, so that both give the same bits (device test).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inkcap.ops import pdl
+from inkcap.ops.linear.few import LENGTH, in_parts, settle_parts, sum_parts
+from inkcap.ops.linear.ref import logits, product, project, project_each, settle
+from inkcap.ops.sconv.triton import convolve
+from inkcap.ops.values import GroupView, Normed, Packing
+
+COLUMNS, TOKENS, FEW_TOKENS, DEPTH = 128, 64, 16, 64  # of a tile: rows of the matrix, tokens; columns at once
+FEW = 64  # tokens up to which parts are programs of their own
+LARGE = 8192  # rows of a matrix that has programs enough without
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def tile_kernel(
+    x, w, y, tokens, rows, x_stride, w_stride,
+    K: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile [BT, BN] of a product: the weights are the first operand, as in `part_kernel`."""
+    pdl.trigger(PDL)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    k = tl.arange(0, BK)
+    wp = w + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * w_stride + k[None, :]
+    xp = x + tl.minimum(t, tokens - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
+    total = tl.zeros([BN, BT], tl.float32)
+    pdl.wait(PDL)
+    for done in tl.range(0, K, PART, num_stages=STAGES):
+        acc = tl.zeros([BN, BT], tl.float32)
+        for at in tl.static_range(0, PART, BK):
+            if K % PART == 0:
+                own = tl.load(wp + done + at)
+                a = tl.load(xp + done + at)
+            else:
+                own = tl.load(wp + done + at, mask=(done + at + k < K)[None, :], other=0.0)
+                a = tl.load(xp + done + at, mask=(done + at + k < K)[None, :], other=0.0)
+            acc = tl.dot(own, tl.trans(a), acc, input_precision="ieee")
+        total += acc
+    to = y + t.to(tl.int64)[:, None] * rows + n[None, :]
+    tl.store(to, tl.trans(total).to(y.dtype.element_ty), mask=(t < tokens)[:, None] & (n < rows)[None, :])
+
+
+def in_tiles(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [T, K] times `weight` [N, K]: [T, N]."""
+    (rows, length), tokens, on = weight.shape, len(x), pdl.supported(x.device)
+    part = max(16, min(LENGTH, triton.next_power_of_2(length)))
+    out = torch.empty(tokens, rows, dtype=dtype, device=x.device)
+    columns = max(64, min(COLUMNS, triton.next_power_of_2(rows)))
+    wide = FEW_TOKENS if tokens <= FEW_TOKENS else TOKENS
+    tile_kernel[(triton.cdiv(tokens, wide), triton.cdiv(rows, columns))](
+        x, weight, out, tokens, rows, x.stride(0), weight.stride(0),
+        length, part, min(DEPTH, part), wide, columns, 2, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
+    return out
+
+
+def together(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [T, K] times `weight` [N, K] by whichever way is the faster one: [T, N]."""
+    assert x.dtype == weight.dtype, f"rows of {x.dtype} and a matrix of {weight.dtype}; the kernels need one dtype"
+    if len(x) <= FEW and len(weight) < LARGE:
+        return sum_parts(in_parts(x, weight), dtype)
+    return in_tiles(x, weight, dtype)
+
+
+def parts_of(x: Tensor, weight: Tensor) -> Tensor:
+    """Parts [P, T, N] fp32 whose sum in order is the product: many, or the sum itself."""
+    return in_parts(x, weight) if len(x) <= FEW else in_tiles(x, weight, torch.float32).unsqueeze(0)
+
+
+@project.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
+def project_fixed(rows: Normed, weight: Tensor) -> Tensor:
+    """`project` of the reference."""
+    return together(rows.tensor(), weight, rows.dtype)
+
+
+@product.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
+def product_fixed(rows: Tensor, weight: Tensor) -> Tensor:
+    """`product` of the reference."""
+    return together(rows, weight, rows.dtype)
+
+
+@project_each.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
+def project_each_fixed(inputs: Sequence[Normed], weight: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """`project_each` of the reference."""
+    parts = weight.split_with_sizes(list(widths))
+    return tuple(together(rows.tensor(), part, rows.dtype) for rows, part in zip(inputs, parts, strict=True))
+
+
+@settle.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
+def settle_fixed(
+    rows: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    taps: Tensor,
+    view: GroupView,
+    packing: Packing,
+    *,
+    plane: int,
+    scale: Tensor | None = None,
+    conv_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`settle` of the reference."""
+    if packing.widest == 1 and len(rows) <= FEW:
+        parts = parts_of(rows, weight)
+        return settle_parts(parts, rows, residual, taps, view, packing, plane, scale, conv_scale, dtype)[0], None
+    made = together(rows, weight, rows.dtype)
+    return convolve(made, taps, view, packing, plane, conv_scale, residual, before=scale, dtype=dtype), None
+
+
+@logits.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
+def logits_fixed(hidden: Tensor, weight: Tensor, scale: float, soft_cap: float | None = None) -> Tensor:
+    """`logits` of the reference."""
+    out = together(hidden, weight, torch.float32).mul_(scale)
+    return out if soft_cap is None else out.div_(soft_cap).tanh_().mul_(soft_cap)
