@@ -147,6 +147,18 @@ def experts_touched(model: Inkling | Inkling2, batch: int, device: torch.device)
     return sum(found) / len(found)
 
 
+def scatter(plane: Tensor) -> None:
+    """Fill with normal numbers; codes, which have no such call, a GiB at a time.
+
+    Planes lie over one another, so codes come last: their bytes are finite in bf16, not the other way.
+    """
+    if plane.dtype is not torch.float8_e4m3fn:
+        plane.normal_()
+        return
+    for part in plane.split(max(1, (1 << 28) // plane[0].numel())):
+        part.copy_(torch.randn(part.shape, device=plane.device))
+
+
 @contextmanager
 def engine_of(
     config: EngineConfig, model: Inkling | Inkling2 | Furnished, device: torch.device
@@ -156,10 +168,9 @@ def engine_of(
     def load() -> Rank:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         worker = Worker(config, model, Comm.alone(), device=device, dtype=dtype, rules=TokenRules())
-        for planes in worker.arena.planes:
-            for group in planes.values():
-                for plane in group:
-                    plane.normal_()
+        planes = [plane for groups in worker.arena.planes for group in groups.values() for plane in group]
+        for plane in sorted(planes, key=lambda plane: -plane.itemsize):
+            scatter(plane)
         return Rank(worker)
 
     def build(config: EngineConfig, port: Port) -> tuple[Core, EngineInfo]:
@@ -332,6 +343,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="inkling-tp8")
     parser.add_argument("--weights", choices=("bf16", "nvfp4"), default="bf16", help="nvfp4: as published")
     parser.add_argument("--numerics", choices=list(Numerics), type=Numerics, default=Numerics.W4A16)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--decode", nargs="*", default=["1x1024"], metavar="BATCHxCONTEXT")
@@ -358,7 +370,8 @@ def main() -> None:
         shape = fewer_layers(shape, args.layers)
     bind(device, dict(pair.split("=") for pair in args.ops))
     begin = time.perf_counter()
-    model, sizes = make_model(shape, args.weights, device, args.numerics)
+    kv_dtype = torch.float8_e4m3fn if args.kv_cache_dtype == "fp8" else None
+    model, sizes = make_model(shape, args.weights, device, args.numerics, kv_dtype)
     if args.cut:
         cut(model)
     print(f"model: {sum(sizes.values()) / 1e9:.2f} GB in {time.perf_counter() - begin:.1f} s", flush=True)
@@ -368,6 +381,7 @@ def main() -> None:
         "layers": shape.num_hidden_layers,
         "weights": args.weights,
         "numerics": args.numerics,
+        "kv_cache": args.kv_cache_dtype,
         "cut": args.cut,
     }
     params = SamplingParams(

@@ -167,16 +167,17 @@ def make_model(
     weights: str,
     device: torch.device,
     numerics: Numerics = Numerics.W4A16,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Inkling | Inkling2, dict[str, int]]:
     """A model of random weights, and the bytes of its parameters as stored, by slot."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     stored = stored_as(shape, weights, numerics)
     if isinstance(shape, InklingConfig):
         units = shape.expert_intermediate_size
-        model: Inkling | Inkling2 = Inkling(shape, Comm.alone(), dtype, device, stored)
+        model: Inkling | Inkling2 = Inkling(shape, Comm.alone(), dtype, device, stored, kv_dtype)
     else:
         units = shape.moe_intermediate_size
-        model = Inkling2(shape, Comm.alone(), dtype, device, stored)
+        model = Inkling2(shape, Comm.alone(), dtype, device, stored, kv_dtype)
     fill(model, shape.hidden_size, units, shape.route_scale, device)
     sizes = {name: slot.target.numel() * slot.target.element_size() for name, slot in model.slots().items()}
     model.unpack()
@@ -245,11 +246,12 @@ def visits_of(shape: InklingConfig | Inkling2Config, name: str) -> int:
     return loop.passes if inside else 1
 
 
-def seen(model: Inkling | Inkling2) -> Iterator[tuple[int | None, int]]:
-    """(window, bytes of a token's keys and values) of each visit, in bf16."""
+def seen(model: Inkling | Inkling2) -> Iterator[tuple[int | None, int, int]]:
+    """(window, numbers of a token's keys and values, their bytes in bf16 or E4M3) of each visit."""
     for state in model.states:
         if state.group in ("full", "window"):
-            yield state.window, sum(prod(plane.shape) * 2 for plane in state.planes)
+            count = sum(prod(plane.shape) for plane in state.planes)
+            yield state.window, count, count * (1 if state.planes[0].dtype == "float8_e4m3fn" else 2)
 
 
 def floor_seconds(
@@ -264,7 +266,7 @@ def floor_seconds(
     used = {name: size * visits_of(shape, name) for name, size in sizes.items() if name != "embed.weight"}
     share = experts / shape.n_routed_experts
     total = sum(size * share if ".experts." in name else size for name, size in used.items())
-    total += sum(batch * size * min(context, window or context) for window, size in seen(model))
+    total += sum(batch * size * min(context, window or context) for window, _, size in seen(model))
     return total / READ_BYTES_A_SECOND
 
 
@@ -286,14 +288,14 @@ def prefill_operations(
     visits = sum(visits_of(shape, f"layers.{n}.") for n in routed)
     each += visits * shape.num_experts_per_tok * 2 * 3 * units * shape.hidden_size
     total = each * tokens
-    for window, size in seen(model):
+    for window, count, _ in seen(model):
         full = window is None
         heads = shape.num_attention_heads if full else shape.swa_num_attention_heads
         kv = shape.num_key_value_heads if full else shape.swa_num_key_value_heads
         pairs = tokens * (tokens + 1) / 2
         if window is not None and tokens > window:
             pairs = window * (window + 1) / 2 + (tokens - window) * window
-        total += pairs * 4 * heads * (size / 4 / kv)
+        total += pairs * 4 * heads * (count / 2 / kv)
     return total
 
 
