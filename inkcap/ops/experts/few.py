@@ -257,7 +257,7 @@ def few_kernel(
 
 FEW, LISTED = 16, 64  # tokens up to which tiles need no lists, and up to which codes are multiplied here
 NARROW = 8  # uses of a tile; 16 where more tokens than that need no lists
-LONG = 2048  # columns of rows that are shorter than long ones
+LONG, DENSE_LONG = 4096, 2048  # columns of rows that are shorter than long ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +277,9 @@ class Cut:
 # a program divide slices, of which short rows have one, so that more warps would repeat each other's work
 CUTS = {
     (4, True): Cut(32, 4, 32, 64, 3, 4),
-    (4, False): Cut(16, 1, 16, 64, 4, 1),
+    (4, False): Cut(16, 1, 32, 64, 3, 1),
     (8, True): Cut(32, 4, 32, 64, 3, 4),
-    (8, False): Cut(16, 1, 32, 64, 4, 1),
+    (8, False): Cut(16, 1, 32, 64, 3, 1),
     (16, True): Cut(16, 4, 32, 128, 3, 4),
     (16, False): Cut(32, 1, 32, 128, 3, 2),
 }
@@ -289,7 +289,7 @@ def suits(w: Weights, tokens: int) -> bool:
     """Whether `grouped_few` is the fastest way."""
     if isinstance(w, Coded):
         return tokens <= LISTED
-    return tokens <= FEW and w.shape[2] > LONG
+    return tokens <= FEW and w.shape[2] > DENSE_LONG
 
 
 def grouped_few(
@@ -308,7 +308,9 @@ def grouped_few(
     _, rows, length = w.shape
     on = pdl.supported(x.device)
     bits, stores = (w.bits, stored(w)) if isinstance(w, Coded) else (16, (w, w, w))
-    cut = cut or CUTS[bits, length > LONG]
+    cut = cut or CUTS[bits, length > (DENSE_LONG if bits == 16 else LONG)]
+    own = length * bits // 32 // cut.slices
+    words = cut.words if own % cut.words == 0 else min(cut.words, 16)  # so that no step is cut
     columns = max(16, min(cut.rows, triton.next_power_of_2(rows)))
     if isinstance(uses, Tiles):
         tokens, top, width = 0, 1, uses.width
@@ -327,7 +329,7 @@ def grouped_few(
         x, *stores, *lists, out, *beside, rows, tokens,
         1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
         isinstance(uses, Tiles), top, triton.next_power_of_2(top), share, shared, *strides, paired, caps is not None,
-        bits, length, width, columns, cut.words, cut.dense, cut.slices, cut.stages, on,
+        bits, length, width, columns, words, cut.dense, cut.slices, cut.stages, on,
         num_warps=cut.warps, **pdl.launch(on),
     )  # fmt: skip
     return out
