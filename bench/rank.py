@@ -270,6 +270,7 @@ def config_of(rows: int, longest: int, step_tokens: int, args: argparse.Namespac
             device=args.device,
             graphs=not args.eager,
             mixed_graphs=args.mixed_graphs,
+            deterministic=args.deterministic,
         ),
         cache=CacheConfig(prefix=False),
         sched=SchedConfig(rows=rows, step_tokens=step_tokens, chunk=step_tokens),
@@ -353,6 +354,7 @@ def main() -> None:
     parser.add_argument("--real", type=int, default=32768, help="most tokens of all prompts of a decode row that run")
     parser.add_argument("--cut", action="store_true", help="as one of several ranks, the sum over them left out")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in any company")
     parser.add_argument("--mixed-graphs", action="store_true", help="capture mixed steps too")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -383,6 +385,7 @@ def main() -> None:
         "numerics": args.numerics,
         "kv_cache": args.kv_cache_dtype,
         "cut": args.cut,
+        "deterministic": args.deterministic,
     }
     params = SamplingParams(
         temperature=args.temperature,

@@ -1,5 +1,8 @@
 """A whole small model through the worker: a GPU in bf16, with graphs and without, against the references in fp32."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
 from guards import guards  # noqa: F401  a fixture
@@ -63,13 +66,21 @@ def fill(model: Inkling) -> None:
     model.unpack()
 
 
-def worker(device: torch.device, dtype: torch.dtype, *, graphs: bool = True, rows: int = 4) -> Worker:
+def worker(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    graphs: bool = True,
+    rows: int = 4,
+    chunk: int = 256,
+    deterministic: bool = False,
+) -> Worker:
     model = Inkling(SHAPE, Comm.alone(), dtype, device)
     fill(model)
     config = EngineConfig(
-        model=ModelConfig(path="random", graphs=graphs, mixed_graphs=graphs),
+        model=ModelConfig(path="random", graphs=graphs, mixed_graphs=graphs, deterministic=deterministic),
         cache=CacheConfig(memory_bytes=256 << 20),
-        sched=SchedConfig(rows=rows, step_tokens=512, chunk=256),
+        sched=SchedConfig(rows=rows, step_tokens=512, chunk=chunk),
         ops={} if device.type == "cuda" else dict.fromkeys(OPS, "ref"),
     )
     made = Worker(config, model, Comm.alone(), device=device, dtype=dtype, rules=TokenRules())
@@ -118,6 +129,30 @@ def apart(found: dict[str, tuple], expected: dict[str, tuple]) -> torch.Tensor:
     )
 
 
+class Uncaptured:
+    """Stands where graphs are recorded: work is not captured, the host queues it each time."""
+
+    taken_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def capture(self, work: Callable[[], None], *, ran: bool = False) -> SimpleNamespace:
+        """What replays `work` by doing it."""
+        return SimpleNamespace(replay=work)
+
+
+def same_bits_uncaptured(monkeypatch, make: Callable[[], Worker], wanted: list[GenerateRequest]) -> None:
+    """The same kernels with the same arguments: queued by a graph, or by the host, behind which the GPU waits."""
+    captured = make()
+    found = run(captured, wanted, 1)
+    assert run(captured, wanted, 1) == found
+    monkeypatch.setattr("inkcap.runner.worker.Recorder", Uncaptured)
+    uncaptured = make()
+    assert uncaptured.graphs is not None
+    assert run(uncaptured, wanted, 1) == found
+
+
 LENGTHS = [1, 3, 63, 64, 65, 130, 300, 511, 700]
 
 
@@ -142,6 +177,11 @@ def test_graphs_agree_with_eager_steps(monkeypatch, rows):
     found = apart(run(made, wanted, 1), expected)
     assert found.median() < 0.02
     assert found.max() < 1.0
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_captured_steps_have_the_bits_of_the_same_work_uncaptured(monkeypatch, rows):
+    same_bits_uncaptured(monkeypatch, lambda: worker(GPU, torch.bfloat16, rows=rows), requests(LENGTHS))
 
 
 def test_kernels_write_nothing_beyond_the_ends_of_tensors(guards):  # noqa: F811

@@ -1,9 +1,13 @@
 """A whole small model of the second generation, with a loop and codes, through the worker: a GPU in bf16 against the
-references in fp32, and captured steps against eager ones."""
+references in fp32, and captured steps against the same work uncaptured.
+
+Against eager steps nothing can be said but in deterministic mode (test_deterministic.py): they take kernels for other
+numbers of tokens, and the loop amplifies their roundings. The references in bf16 are 0.16 (median) to 1.7 from those in
+fp32 after ten tokens, and 0.08 (mean) from themselves in other company."""
 
 import pytest
 import torch
-from device.test_engine import CPU, GPU, apart, force, requests
+from device.test_engine import CPU, GPU, apart, force, requests, same_bits_uncaptured
 from toy import run
 
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
@@ -90,13 +94,21 @@ def fill(model: Inkling2) -> None:
     model.unpack()
 
 
-def worker(device: torch.device, dtype: torch.dtype, *, graphs: bool = True, rows: int = 4) -> Worker:
+def worker(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    graphs: bool = True,
+    rows: int = 4,
+    chunk: int = 256,
+    deterministic: bool = False,
+) -> Worker:
     model = Inkling2(SHAPE, Comm.alone(), dtype, device, STORED)
     fill(model)
     config = EngineConfig(
-        model=ModelConfig(path="random", graphs=graphs, mixed_graphs=graphs),
+        model=ModelConfig(path="random", graphs=graphs, mixed_graphs=graphs, deterministic=deterministic),
         cache=CacheConfig(memory_bytes=512 << 20),
-        sched=SchedConfig(rows=rows, step_tokens=512, chunk=256),
+        sched=SchedConfig(rows=rows, step_tokens=512, chunk=chunk),
         ops={} if device.type == "cuda" else dict.fromkeys(OPS, "ref"),
     )
     made = Worker(config, model, Comm.alone(), device=device, dtype=dtype, rules=TokenRules())
@@ -116,13 +128,6 @@ def test_a_gpu_agrees_with_the_references(monkeypatch):
     assert on_gpu.max() < 2 * rounded.max()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_graphs_agree_with_eager_steps(monkeypatch, rows):
-    wanted = requests(LENGTHS)
-    made = worker(GPU, torch.bfloat16, rows=rows)
-    assert made.graphs is not None
-    expected = run(worker(GPU, torch.bfloat16, graphs=False, rows=rows), wanted, 0)
-    force(monkeypatch, expected, wanted)
-    found = apart(run(made, wanted, 1), expected)
-    assert found.median() < 0.02
-    assert found.max() < 1.0
+@pytest.mark.parametrize("rows", [1, 4])
+def test_captured_steps_have_the_bits_of_the_same_work_uncaptured(monkeypatch, rows):
+    same_bits_uncaptured(monkeypatch, lambda: worker(GPU, torch.bfloat16, rows=rows), requests(LENGTHS))
