@@ -53,9 +53,19 @@ class Stored:
         return self.numerics is Numerics.REFERENCE and (self.w13, self.w2) != (WeightFormat.DENSE, WeightFormat.DENSE)
 
 
-def keeps_codes(codes: Tensor) -> bool:
-    """Whether ops multiply with codes where these are: on a GPU."""
-    return codes.device.type == "cuda"
+def keeps_codes(device: torch.device) -> bool:
+    """Whether ops multiply with codes there: on a GPU."""
+    return device.type == "cuda"
+
+
+def room_for_codes(shape: tuple[int, ...], held: Tensor | None, device: torch.device) -> Tensor:
+    """Memory for bytes of codes [experts, rows, bytes], which decoding makes matrices in `held` of where it is given.
+
+    Those of an expert lie at the end of its matrix, for other memory would be new, and new memory costs half of loading.
+    """
+    if held is None:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    return held.flatten(1).view(torch.uint8)[:, -shape[1] * shape[2] :].unflatten(1, shape[1:])
 
 
 class Matrices(Protocol):
@@ -109,7 +119,8 @@ class Nvfp4Matrices:
         self.grid = grid
         self.dtype = dtype
         rows, columns = (grid.experts, grid.rows.count), grid.columns.count
-        self.codes = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device)
+        self.held = None if keeps_codes(device) else torch.empty(*rows, columns, dtype=dtype, device=device)
+        self.codes = room_for_codes((*rows, columns // 2), self.held, device)
         self.scales = torch.empty(*rows, columns // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=device)
         self.amax = torch.empty(grid.experts, dtype=torch.float32, device=device)
         self.denominator = torch.empty((), dtype=torch.float32, device=device)
@@ -136,10 +147,10 @@ class Nvfp4Matrices:
     def unpack(self) -> None:
         """On a GPU the codes stay, and kernels decode them; elsewhere decode to the model's dtype."""
         self.rounding = self.rounds()
-        if keeps_codes(self.codes):
+        if self.held is None:
             self.weights = Coded(self.codes, self.scales, self.factor(), self.dtype)
         else:
-            self.weights = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype)
+            self.weights = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype, self.held)
         del self.codes, self.scales
 
 
@@ -180,7 +191,8 @@ class Mxfp8Matrices:
         self.grid = grid
         self.dtype = dtype
         rows, columns = (grid.experts, grid.rows.count), grid.columns.count
-        self.codes = torch.empty(*rows, columns, dtype=torch.float8_e4m3fn, device=device)
+        self.held = None if keeps_codes(device) else torch.empty(*rows, columns, dtype=dtype, device=device)
+        self.codes = room_for_codes((*rows, columns), self.held, device).view(torch.float8_e4m3fn)
         self.scales = torch.empty(*rows, columns // MXFP8_BLOCK, dtype=torch.uint8, device=device)
         self.weights: Weights | None = None
         self.rounding: Rounding | None = Rounding(MXFP8_BLOCK)
@@ -194,10 +206,10 @@ class Mxfp8Matrices:
 
     def unpack(self) -> None:
         """As NVFP4."""
-        if keeps_codes(self.codes):
+        if self.held is None:
             self.weights = Coded(self.codes, self.scales, None, self.dtype)
         else:
-            self.weights = mxfp8_decode(self.codes, self.scales, self.dtype)
+            self.weights = mxfp8_decode(self.codes, self.scales, self.dtype, self.held)
         del self.codes, self.scales
 
 

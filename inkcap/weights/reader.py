@@ -72,10 +72,12 @@ def _fill(
     entry = prod(shape[1:]) * dtype.itemsize  # bytes
     at += part[0].start * entry
     whole = all(cut.stop - cut.start == size for cut, size in zip(part[1:], shape[1:], strict=True))
-    if whole and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+    alike = whole and target.device.type == "cpu" and target.dtype == dtype
+    if alike and target.is_contiguous():
         _read_exactly(file, at, target)
         return
-    if len(shape) > 1 and (entry > BOUNCE_BYTES or (not whole and len(shape) > 2)):
+    matrices = len(shape) > 2 and (not whole or (alike and target[0].is_contiguous()))
+    if len(shape) > 1 and (entry > BOUNCE_BYTES or matrices):
         for row, inner in enumerate(target):
             _fill(file, at + row * entry, shape[1:], part[1:], dtype, inner)
         return

@@ -53,7 +53,7 @@ def test_ranks_hold_the_parts_of_one_whole(stored, dim, ranks):
 
 @pytest.mark.parametrize("stored", [kind for kind in WeightFormat if kind is not WeightFormat.DENSE])
 def test_kept_codes_stand_for_the_same_matrices(stored, monkeypatch):
-    monkeypatch.setattr(formats, "keeps_codes", lambda codes: True)
+    monkeypatch.setattr(formats, "keeps_codes", lambda device: True)
     tensors, exact = parts(stored)
     held = matrices(stored, next(iter(grids(1, 1))), torch.float32, CPU)
     for name, slot in held.slots("w").items():

@@ -147,6 +147,31 @@ def test_lookup_gives_the_bits_of_the_reference(dtype, experts, rows_, columns):
     assert torch.equal(got.nan_to_num(9e9).view(whole), want.nan_to_num(9e9).view(whole))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_", [1, 300])  # the reference; tables
+def test_codes_may_stand_at_the_end_of_what_they_become(dtype, rows_):
+    draw = torch.Generator().manual_seed(rows_)
+
+    def at_end(codes, columns):
+        out = torch.empty(len(codes), rows_, columns, dtype=dtype)
+        room = out.flatten(1).view(torch.uint8)[:, -codes[0].numel() :].view(codes.shape)
+        return room.copy_(codes), out
+
+    codes = torch.randint(0, 256, (2, rows_, 512), dtype=torch.uint8, generator=draw)
+    scales = torch.randint(0, 127, (2, rows_, 64), dtype=torch.uint8, generator=draw).view(torch.float8_e4m3fn)
+    factor = torch.rand(2, generator=draw)
+    want = ref.nvfp4_decode(codes, scales, factor, dtype)
+    room, out = at_end(codes, 1024)
+    assert lookup.nvfp4_decode(room, scales, factor, dtype, out) is out
+    assert torch.equal(out, want)
+    eight = torch.randint(0, 127, (2, rows_, 512), dtype=torch.uint8, generator=draw)
+    exponents = torch.randint(100, 140, (2, rows_, 16), dtype=torch.uint8, generator=draw)
+    want = ref.mxfp8_decode(eight.view(torch.float8_e4m3fn), exponents, dtype)
+    room, out = at_end(eight, 512)
+    assert lookup.mxfp8_decode(room.view(torch.float8_e4m3fn), exponents, dtype, out) is out
+    assert torch.equal(out, want)
+
+
 def test_lookup_takes_one_factor_for_a_matrix_and_strided_input():
     codes = torch.arange(256, dtype=torch.uint8).repeat(700, 2)[:, ::2]
     scales = torch.arange(700 * 32).remainder(126).to(torch.uint8).view(700, 32).view(torch.float8_e4m3fn)

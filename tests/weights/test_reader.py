@@ -80,6 +80,11 @@ def test_targets_of_any_strides(checkpoint, numbers):
         checkpoint.read(name, whole(tensor), every_other[1::2])
         assert torch.equal(every_other[1::2], tensor)
         assert not every_other[::2].any()
+    half = numbers["half"]
+    apart = torch.zeros(len(half), half.shape[1] + 1, half.shape[2], dtype=half.dtype)
+    checkpoint.read("half", whole(half), apart[:, 1:])  # matrices without gaps, and gaps between them
+    assert torch.equal(apart[:, 1:], half)
+    assert not apart[:, 0].any()
     column = torch.zeros(9, 2, dtype=torch.float16)
     checkpoint.read("vector", (slice(0, 9),), column[:, 1])
     assert torch.equal(column[:, 1], numbers["vector"])

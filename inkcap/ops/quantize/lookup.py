@@ -22,15 +22,18 @@ EIGHT = np.dtype(np.uint64)  # scales are repeated by multiplying words, not byt
 
 
 @ref.nvfp4_decode.implement("lookup", when=lambda device: device.type == "cpu")
-def nvfp4_decode(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def nvfp4_decode(
+    codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
     """As ref.nvfp4_decode, on a CPU. A factor with fewer bytes than its table has entries goes to the reference."""
     if codes.numel() < TABLE_ENTRIES * factor.numel():
-        return ref.nvfp4_decode.reference(codes, scales, factor, dtype)
+        return ref.nvfp4_decode.reference(codes, scales, factor, dtype, out)
     every = torch.arange(256, dtype=torch.uint8)
     pairs = ref.e2m1_values(torch.stack((every & 15, every >> 4), -1))  # [256, 2], low nibble first
     exact = every.view(torch.float8_e4m3fn).float()[:, None, None] * pairs  # [scale, code, 2]
-    out = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype)
-    parts = (factor.numel(), codes.numel() // codes.shape[-1] // factor.numel(), -1)
+    if out is None:
+        out = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype)
+    parts = (factor.numel(), -1)
     per_factor = zip(
         factor.flatten().float(), scales.reshape(parts), codes.reshape(parts), out.view(parts), strict=True
     )
@@ -44,17 +47,19 @@ def nvfp4_decode(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dty
 
 
 @ref.mxfp8_decode.implement("lookup", when=lambda device: device.type == "cpu")
-def mxfp8_decode(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def mxfp8_decode(
+    codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
     """As ref.mxfp8_decode, on a CPU. Fewer codes than the table has entries go to the reference."""
     if codes.numel() < TABLE_ENTRIES:
-        return ref.mxfp8_decode.reference(codes, scales, dtype)
+        return ref.mxfp8_decode.reference(codes, scales, dtype, out)
     every = torch.arange(256, dtype=torch.uint8)
     table = (ref.e8m0(every)[:, None] * every.view(torch.float8_e4m3fn).float()).to(dtype)  # [scale, code]
-    out = torch.empty(codes.shape, dtype=dtype)
-    rows = codes.view(torch.uint8).reshape(-1, codes.shape[-1])
-    slabs = max(1, min(len(rows), codes.numel() // TABLE_ENTRIES))
-    parts = [whole.chunk(slabs) for whole in (scales.reshape(len(rows), -1), rows, out.view(len(rows), -1))]
-    on_threads(lambda part: gather(table[..., None], *part), zip(*parts, strict=True))
+    if out is None:
+        out = torch.empty(codes.shape, dtype=dtype)
+    parts = (codes.shape[:-2].numel(), -1)  # matrices
+    per_matrix = zip(scales.reshape(parts), codes.view(torch.uint8).reshape(parts), out.view(parts), strict=True)
+    on_threads(lambda part: gather(table[..., None], *part), per_matrix)
     return out
 
 
@@ -66,10 +71,12 @@ def on_threads(work: Callable[[T], None], parts: Iterable[T]) -> None:
 
 
 def gather(table: Tensor, scales: Tensor, codes: Tensor, out: Tensor) -> None:
-    """out [rows, columns] from table [scale, code, values of a byte], scales and codes uint8 [rows, bytes]."""
+    """`out`, flat, from table [scale, code, values of a byte], scales and codes, both uint8 and flat.
+
+    Goes from the front to the back, so that codes may stand in the last bytes of `out`.
+    """
     values = table.contiguous().view(torch.uint8).numpy().view(WHOLE[table.shape[-1] * table.element_size()]).ravel()
-    low, high = codes.reshape(-1).numpy(), scales.reshape(-1).numpy()
-    target = out.view(torch.uint8).numpy().view(values.dtype).ravel()
+    low, high, target = codes.numpy(), scales.numpy(), out.view(torch.uint8).numpy().view(values.dtype)
     block = len(low) // len(high)  # codes under a scale: whole words
     words = np.empty((PASS_BYTES // block, block // EIGHT.itemsize), EIGHT)
     indices = np.empty(PASS_BYTES, np.intp)  # what numpy would convert others to

@@ -86,16 +86,20 @@ def e2m1_values(codes: Tensor) -> Tensor:
 
 
 @op
-def nvfp4_decode(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """E2M1 x E4M3 x factor [..., K].
+def nvfp4_decode(
+    codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
+    """E2M1 x E4M3 x factor [..., K], in `out` [..., K] of `dtype` where that is given.
 
     codes: uint8 [..., K / 2]; scales: float8_e4m3fn [..., K / 16]; factor: fp32, one for each index of the first
     dimensions: [] for a tensor, [E] for experts, [T] for rows. The first product is exact in fp32 (2 and 4 significant
-    bits), the second rounds once, `dtype` once more.
+    bits), the second rounds once, `dtype` once more. The codes under one factor may stand at the end of the memory of
+    what they become in `out`: nothing is written before it is read.
     """
     values = e2m1_values(torch.stack((codes & 15, codes >> 4), -1).flatten(-2))
     scaled = blocks_of(values, NVFP4_BLOCK) * scales.float()[..., None]
-    return (scaled * leading(factor, scaled)).flatten(-2).to(dtype)
+    decoded = (scaled * leading(factor, scaled)).flatten(-2).to(dtype)
+    return decoded if out is None else out.copy_(decoded)
 
 
 @op
@@ -149,9 +153,16 @@ def nvfp4_encode_four_over_six(x: Tensor, amax: Tensor, limit: float) -> tuple[T
 
 
 @op
-def mxfp8_decode(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """E4M3 x 2^(byte - 127) [..., K], exact in fp32. codes: float8_e4m3fn [..., K]; scales: uint8 [..., K / 32]."""
-    return (blocks_of(codes, MXFP8_BLOCK) * e8m0(scales)[..., None]).flatten(-2).to(dtype)
+def mxfp8_decode(
+    codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
+    """E4M3 x 2^(byte - 127) [..., K], exact in fp32, in `out` [..., K] of `dtype` where that is given.
+
+    codes: float8_e4m3fn [..., K]; scales: uint8 [..., K / 32]. Codes may stand at the end of what their matrix
+    [..., R, K] becomes in `out`, as in nvfp4_decode.
+    """
+    decoded = (blocks_of(codes, MXFP8_BLOCK) * e8m0(scales)[..., None]).flatten(-2).to(dtype)
+    return decoded if out is None else out.copy_(decoded)
 
 
 @op
