@@ -56,7 +56,6 @@ async def serve_checkpoint(
     """`run`, inside an event loop. `program` is what the engine process runs."""
     model = config.model
     directory = find_checkpoint(model.path, revision=model.revision, download=model.download)
-    tokenizer = Tokenizer.load(directory)
     server = config.server
     defaults = choose_generation_defaults(directory, server.generation_config, server.generation_override)
     check_tls(server)
@@ -64,6 +63,7 @@ async def serve_checkpoint(
     started = time.monotonic()
     engine = await EngineClient.start(config, program)
     try:
+        tokenizer = Tokenizer.load(directory)  # while the engine process begins
         app = create_app(engine, config, tokenizer, defaults)
         serving = asyncio.ensure_future(serve_app(app, listener))
         loading = asyncio.ensure_future(engine.ready())
@@ -85,6 +85,7 @@ async def serve_checkpoint(
             loading.cancel()
         return await serving
     finally:
+        listener.close()
         await engine.close()
 
 
