@@ -1,0 +1,165 @@
+"""What an FP8 cache changes in a model's logits: against the cache in the model's dtype, at growing depths of one text.
+
+    python bench/kv_quality.py [--shape inkling-tp8 | --model DIR] [--lengths 1024 8192 131072] [--device cpu]
+
+The same weights run the same tokens twice through the engine, with each cache, and once more with the first cache in
+chunks of another length: what rounding alone does, beside which the other difference is to be seen. Compared are the
+logits of the last `--positions` tokens before each length, every token being given, none drawn: the share of them with
+the same most likely word, Kullback-Leibler divergence in nats, and differences of logits. Weights of `--shape` are
+random; there `--sharpness` sets the spread of attention's scores, since flat attention averages errors away, and tokens
+are random too. A checkpoint's demo of this repository is no better: figures of a trained model need its checkpoint.
+Results are JSON lines, also appended to `--out`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from random import Random
+
+import torch
+from rank import engine_of, facts, generate
+from shapes import SHAPES, make_model
+from torch import Tensor
+
+from inkcap.base.checkpoint import find_checkpoint
+from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
+from inkcap.base.log import start_logging
+from inkcap.base.request import SamplingParams
+from inkcap.layers.batch import Batch
+from inkcap.models.base import Model
+from inkcap.models.inkling.model import Inkling
+from inkcap.models.registry import load_model
+from inkcap.ops.dispatch import bind
+from inkcap.parallel.comm import Comm
+
+FP8 = torch.float8_e4m3fn
+
+
+class Tapped:
+    """A model whose hidden states of some positions are kept."""
+
+    def __init__(self, model: Model, wanted: list[range]) -> None:
+        self.inner, self.wanted = model, wanted
+        self.family, self.vocab_size = model.family, model.vocab_size
+        self.max_length, self.states = model.max_length, model.states
+        self.head, self.slots, self.unpack = model.head, model.slots, model.unpack
+        self.kept: dict[int, Tensor] = {}  # position -> [D]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, D]."""
+        hidden = self.inner.forward(batch)
+        _, stop, _, first = batch.packing.spans[0]
+        for wanted in self.wanted:
+            for position in range(max(wanted.start, first), min(wanted.stop, first + stop)):
+                self.kept[position] = hidden[position - first].clone()
+        return hidden
+
+
+def sharpen(model: Inkling, spread: float) -> None:
+    """Make scores q . k / D of random normed heads have this standard deviation."""
+    for layer in model.layers:
+        size = layer.attention.heads.size
+        for norm in (layer.attention.q_norm, layer.attention.k_norm):
+            norm.weight.fill_((spread * size**0.5) ** 0.5)
+        layer.attention.bound_codes(layer.attn_norm.weight)
+
+
+def build(args: argparse.Namespace, device: torch.device, kv_dtype: torch.dtype | None) -> Model:
+    """The model with one kind of cache; the same weights each time."""
+    if args.model is not None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return load_model(
+            find_checkpoint(args.model),
+            comm=Comm.alone(),
+            dtype=dtype,
+            device=device,
+            progress=False,
+            kv_dtype=kv_dtype,
+        )
+    model, _ = make_model(SHAPES[args.shape], args.weights, device, kv_dtype=kv_dtype)
+    if isinstance(model, Inkling):
+        sharpen(model, args.sharpness)
+    return model
+
+
+def run(
+    model: Model, tokens: list[int], wanted: list[range], chunk: int, device: torch.device, memory: int | None
+) -> list[Tensor]:
+    """Logits [positions, words] in fp32 of each range of positions."""
+    config = EngineConfig(
+        model=ModelConfig(path="random", max_length=-(-(len(tokens) + 2) // 64) * 64, device=device.type, graphs=False),
+        cache=CacheConfig(prefix=False, memory_bytes=memory),
+        sched=SchedConfig(rows=1, step_tokens=chunk, chunk=chunk),
+    )
+    tapped = Tapped(model, wanted)
+    with engine_of(config, tapped, device) as engine:
+        generate(engine, [tokens], 1, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None))
+    with torch.inference_mode():
+        return [model.head(torch.stack([tapped.kept[position] for position in each])) for each in wanted]
+
+
+def compare(found: Tensor, wanted: Tensor) -> dict[str, object]:
+    """Logits [N, words] of the same positions."""
+    own, other = wanted.double().log_softmax(1), found.double().log_softmax(1)
+    best = wanted.topk(2, 1).values
+    same = found.argmax(1) == wanted.argmax(1)
+    apart = (found - wanted).double()
+    return {
+        "top1_agreement": round(same.double().mean().item(), 4),
+        "margin_of_disagreeing": round((best[:, 0] - best[:, 1])[~same].max().item(), 4) if not same.all() else None,
+        "kl_nats": round((own.exp() * (own - other)).sum(1).mean().item(), 7),
+        "rms_difference": round(apart.square().mean().sqrt().item(), 5),
+        "largest_difference": round(apart.abs().max().item(), 4),
+        "rms_logits": round(wanted.double().square().mean().sqrt().item(), 3),
+        "positions": len(found),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="inkling-tp8")
+    parser.add_argument("--model", help="a checkpoint instead")
+    parser.add_argument("--weights", choices=("bf16", "nvfp4"), default="bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--positions", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--other-chunk", type=int, default=6144)
+    parser.add_argument("--sharpness", type=float, default=3.0)
+    parser.add_argument("--cache-memory", type=int, help="bytes")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kv_quality.jsonl")
+    args = parser.parse_args()
+    start_logging("bench", "warning")
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    bind(device, {})
+    lengths = sorted(args.lengths)
+    wanted = [range(max(0, length - args.positions), length) for length in lengths]
+    model = build(args, device, None)
+    random = Random(1)
+    tokens = random.choices(range(model.vocab_size), k=lengths[-1])
+    plain = run(model, tokens, wanted, args.chunk, device, args.cache_memory)
+    others = {"same cache, other chunks": run(model, tokens, wanted, args.other_chunk, device, args.cache_memory)}
+    del model
+    coded = build(args, device, FP8)
+    others["fp8"] = run(coded, tokens, wanted, args.chunk, device, args.cache_memory)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("a") as file:
+        for name, logits in others.items():
+            for length, found, own in zip(lengths, logits, plain, strict=True):
+                result = {
+                    "bench": "kv_quality",
+                    "model": args.model or args.shape,
+                    "compared": name,
+                    "length": length,
+                    **compare(found, own),
+                    "chunk": args.chunk,
+                    **({} if args.model else {"weights": args.weights, "sharpness": args.sharpness}),
+                    **facts(device),
+                }
+                line = json.dumps(result)
+                print(line, flush=True)
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
