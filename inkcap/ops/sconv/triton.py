@@ -113,7 +113,7 @@ def sconv_kernel(
     own = tl.load(x + t64[:, None] * x_stride + c, mask=mask, other=0.0)
     if SCALED:
         own = (own.to(tl.float32) * factor).to(own.dtype)
-    total = own.to(tl.float32)
+    total = tl.zeros(mask.shape, tl.float32)  # of older inputs first, as in `finish`
     for i in tl.static_range(W):
         back = W - 1 - i
         if STATIC:
@@ -125,7 +125,7 @@ def sconv_kernel(
             added_at = t64[:, None] * added_token + c // ADDED_CHANNELS * added_group + back * added_distance
             tap += tl.load(added + added_at, mask=mask, other=0.0).to(tl.float32)
         if back == 0:
-            total += own.to(tl.float32) * tap
+            total = own.to(tl.float32) + total + own.to(tl.float32) * tap
         else:
             # a token of this step that stands `back` before in the same sequence; else the state has it
             near = here & (t >= back)
@@ -202,7 +202,7 @@ def convolve(
     return out
 
 
-@sconv.implement("triton", when=lambda device: device.type == "cuda")
+@sconv.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def sconv_triton(
     x: Tensor,
     taps: Tensor,
