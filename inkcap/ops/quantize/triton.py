@@ -23,7 +23,8 @@ from inkcap.ops.quantize.ref import (
     round_rows,
 )
 
-COLUMNS = 512  # of a program of one warp: a block of NVFP4 for each thread
+COLUMNS = 512  # of a program of one warp, where there are many rows: a block of NVFP4 for each thread
+SHORT, FEW = 64, 512  # of a program where there are at most so many rows, whose parts then have to be done sooner
 READ = tl.constexpr(1024)  # columns that are read at once for a row's maximum
 BY_FACTOR, BY_ROW, BY_POWER = (tl.constexpr(kind) for kind in range(3))  # NVFP4, Four-over-Six, MXFP8
 MOST = tl.constexpr(3.4028234663852886e38)  # fp32's largest
@@ -170,30 +171,26 @@ def peak_of(x, K: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_kernel(
-    x, outer, y, scales, factors, x_stride, span, floor, per,
-    KIND: tl.constexpr, GIVEN: tl.constexpr, CODES: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, PDL: tl.constexpr,
+def nvfp4_part(
+    x, outer, y, scales, factors, number, span, floor,
+    KIND: tl.constexpr, GIVEN: tl.constexpr, CODES: tl.constexpr, K: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """NB blocks of a row: their codes and scales, and the row's factor where it is found here; or what they mean.
+    """Part `number` of a row, NB blocks: their codes and scales, and the row's factor; or what they mean.
 
-    outer: one for `per` rows, the factor or the largest magnitude; where nothing is GIVEN, each program seeks it.
+    outer: the factor, or the row's largest magnitude; where nothing is GIVEN, it is sought.
     """
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * NB + tl.arange(0, NB)
+    block = number * NB + tl.arange(0, NB)
     half = block[:, None] * 16 + tl.arange(0, 8)[None, :]
-    pdl.wait(PDL)
-    pdl.trigger(PDL)  # behind the wait: the next kernel may read early what was written before the last one
-    x += row * x_stride
     low = tl.load(x + half, mask=half < K, other=0.0).to(tl.float32)
     high = tl.load(x + half + 8, mask=half < K, other=0.0).to(tl.float32)
-    own = tl.load(outer + row // per).to(tl.float32) if GIVEN else peak_of(x, K)
+    own = tl.load(outer).to(tl.float32) if GIVEN else peak_of(x, K)
     own = tl.zeros([NB], tl.float32) + own
     size_low, size_high = magnitude(low), magnitude(high)
     block_peak = largest(larger(size_low, size_high), 1)
     if KIND == BY_ROW:
         q_low, q_high, scale, factor, empty = by_row(size_low, size_high, block_peak, own, span, NB)
-        if CODES and tl.program_id(1) == 0:
-            tl.store(factors + row // per + tl.arange(0, NB) * 0, factor)
+        if CODES and number == 0:
+            tl.store(factors + tl.arange(0, NB) * 0, factor)
     else:
         q_low, q_high, scale, empty = by_factor(size_low, size_high, block_peak, own, floor)
         factor = own
@@ -201,11 +198,10 @@ def nvfp4_kernel(
     q_high = tl.where(empty[:, None], 0.0, signed(q_high, high))
     if CODES:
         byte = block[:, None] * 8 + tl.arange(0, 4)[None, :]
-        tl.store(y + row * (K // 2) + byte, e2m1_pairs(q_low, NB), mask=byte < K // 2)
-        tl.store(y + row * (K // 2) + byte + 4, e2m1_pairs(q_high, NB), mask=byte < K // 2)
-        tl.store(scales + row * (K // 16) + block, e4m3_byte(scale), mask=block < K // 16)
+        tl.store(y + byte, e2m1_pairs(q_low, NB), mask=byte < K // 2)
+        tl.store(y + byte + 4, e2m1_pairs(q_high, NB), mask=byte < K // 2)
+        tl.store(scales + block, e4m3_byte(scale), mask=block < K // 16)
     else:
-        y += row * K
         means = q_low * scale[:, None] * factor[:, None]
         tl.store(y + half, means.to(y.dtype.element_ty), mask=half < K)
         means = q_high * scale[:, None] * factor[:, None]
@@ -213,25 +209,63 @@ def nvfp4_kernel(
 
 
 @triton.jit
-def mxfp8_kernel(x, y, scales, x_stride, CODES: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, PDL: tl.constexpr):
-    """NB blocks of a row: their codes and scales, or what they mean."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * NB + tl.arange(0, NB)
+def mxfp8_part(x, y, scales, number, CODES: tl.constexpr, K: tl.constexpr, NB: tl.constexpr):
+    """The same in MXFP8."""
+    block = number * NB + tl.arange(0, NB)
     at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    pdl.wait(PDL)
-    pdl.trigger(PDL)  # as above
-    own = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
+    own = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
     bits = largest(magnitude(own), 1).to(tl.int32, bitcast=True)
     byte = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 0)  # 448 = 1.75 * 2^8
     byte = tl.where(bits < 0x7F800000, byte, 255)
     inverse = of_power(tl.where(byte == 255, 255, 254 - byte))
     code = signed(to_e4m3(magnitude(own) * inverse[:, None]), own)
     if CODES:
-        tl.store(y + row * K + at, e4m3_byte(code), mask=at < K)
-        tl.store(scales + row * (K // 32) + block, byte.to(tl.uint8), mask=block < K // 32)
+        tl.store(y + at, e4m3_byte(code), mask=at < K)
+        tl.store(scales + block, byte.to(tl.uint8), mask=block < K // 32)
     else:
-        y += row * K
         tl.store(y + at, (code * of_power(byte)[:, None]).to(y.dtype.element_ty), mask=at < K)
+
+
+@triton.jit
+def round_part(
+    x, outer, y, number, span, KIND: tl.constexpr, GIVEN: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Part `number` of a row, COLUMNS long, rounded into y."""
+    if KIND == BY_POWER:
+        mxfp8_part(x, y, y, number, False, K, COLUMNS // 32)
+    else:
+        nvfp4_part(x, outer, y, y, y, number, span, 0.0, KIND, GIVEN, False, K, COLUMNS // 16)
+
+
+@triton.jit
+def round_kernel(
+    x, outer, y, x_stride, span, per,
+    KIND: tl.constexpr, GIVEN: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One part of a row rounded. `outer` has one entry for `per` rows."""
+    row = tl.program_id(0).to(tl.int64)
+    pdl.wait(PDL)
+    pdl.trigger(PDL)  # behind the wait: the next kernel may read early what was written before the last one
+    round_part(x + row * x_stride, outer + row // per, y + row * K, tl.program_id(1), span, KIND, GIVEN, K, COLUMNS)
+
+
+@triton.jit
+def encode_kernel(
+    x, outer, y, scales, factors, x_stride, span, floor, per, KIND: tl.constexpr, K: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The codes and scales of one part of a row, and factors where they are made here; `per` as above."""
+    row = tl.program_id(0).to(tl.int64)
+    pdl.wait(PDL)
+    pdl.trigger(PDL)
+    x += row * x_stride
+    if KIND == BY_POWER:
+        mxfp8_part(x, y + row * K, scales + row * (K // 32), tl.program_id(1), True, K, COLUMNS // 32)
+    else:
+        nvfp4_part(
+            x, outer + row // per, y + row * (K // 2), scales + row * (K // 16), factors + row // per,
+            tl.program_id(1), span, floor, KIND, True, True, K, COLUMNS // 16,
+        )  # fmt: skip
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -240,48 +274,41 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def nvfp4(
-    x: Tensor, y: Tensor, outer: Tensor | None, kind: tl.constexpr, scales: Tensor | None, factors: Tensor | None,
-    span: float = 0.0, floor: float = 0.0,
-) -> None:  # fmt: skip
-    """Fill y with rounded numbers, or with codes where there are scales to fill."""
-    rows = rows_of(x)
-    number, columns = rows.shape
-    if number:
-        on, own = pdl.supported(x.device), x if outer is None else outer.contiguous()
-        nvfp4_kernel[(number, triton.cdiv(columns, COLUMNS))](
-            rows, own, y, own if scales is None else scales.view(torch.uint8), own if factors is None else factors,
-            rows.stride(0), span, floor, number if outer is None else number // outer.numel(),
-            kind.value, outer is not None, scales is not None, columns, COLUMNS // NVFP4_BLOCK, on,
-            num_warps=max(1, COLUMNS // 512), enable_fp_fusion=False, **pdl.launch(on),
-        )  # fmt: skip
-
-
-def mxfp8(x: Tensor, y: Tensor, scales: Tensor | None) -> None:
-    """As `nvfp4`."""
-    rows = rows_of(x)
-    number, columns = rows.shape
-    if number:
-        on = pdl.supported(x.device)
-        mxfp8_kernel[(number, triton.cdiv(columns, COLUMNS))](
-            rows, y if scales is None else y.view(torch.uint8), y if scales is None else scales, rows.stride(0),
-            scales is not None, columns, COLUMNS // MXFP8_BLOCK, on,
-            num_warps=max(1, COLUMNS // 512), enable_fp_fusion=False, **pdl.launch(on),
-        )  # fmt: skip
+def kind_of(how: Rounding) -> int:
+    """How kernels call it."""
+    return (BY_POWER if how.block == MXFP8_BLOCK else BY_FACTOR if how.factor is not None else BY_ROW).value
 
 
 @round_rows.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def round_rows_triton(x: Tensor, how: Rounding, amax: Tensor | None = None) -> Tensor:
     """`round_rows` of the reference."""
     check_columns(x, how.block)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if how.block == MXFP8_BLOCK:
-        mxfp8(x, out, None)
-    elif how.factor is not None:
-        nvfp4(x, out, how.factor, BY_FACTOR, None, None)
-    else:
-        nvfp4(x, out, amax, BY_ROW, None, None, E2M1_MAX * how.limit)
+    out, rows, on = torch.empty(x.shape, dtype=x.dtype, device=x.device), rows_of(x), pdl.supported(x.device)
+    number, columns = rows.shape
+    outer = amax if how.factor is None else how.factor
+    if number:
+        part = COLUMNS if number > FEW else SHORT
+        round_kernel[(number, triton.cdiv(columns, part))](
+            rows, rows if outer is None else outer.contiguous(), out, rows.stride(0), E2M1_MAX * how.limit,
+            number if outer is None else number // outer.numel(),
+            kind_of(how), outer is not None, columns, part, on,
+            num_warps=1, enable_fp_fusion=False, **pdl.launch(on),
+        )  # fmt: skip
     return out
+
+
+def encode(
+    x: Tensor, kind: int, codes: Tensor, scales: Tensor, outer: Tensor, factors: Tensor, span: float, floor: float
+) -> None:
+    """Fill codes, scales and, by rows, factors. `outer`: as many as there are factors."""
+    rows, on = rows_of(x), pdl.supported(x.device)
+    number, columns = rows.shape
+    if number:
+        encode_kernel[(number, triton.cdiv(columns, COLUMNS))](
+            rows, outer, codes.view(torch.uint8), scales.view(torch.uint8), factors, rows.stride(0), span, floor,
+            number // outer.numel(), kind, columns, COLUMNS, on,
+            num_warps=1, enable_fp_fusion=False, **pdl.launch(on),
+        )  # fmt: skip
 
 
 def places(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,7 +323,8 @@ def places(x: Tensor) -> tuple[Tensor, Tensor]:
 def nvfp4_encode_triton(x: Tensor, factor: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     """`nvfp4_encode` of the reference."""
     codes, scales = places(x)
-    nvfp4(x, codes, factor.float(), BY_FACTOR, scales, None, floor=floor)
+    outer = factor.float().contiguous()
+    encode(x, BY_FACTOR.value, codes, scales, outer, outer, 0.0, floor)
     return codes, scales
 
 
@@ -305,7 +333,7 @@ def nvfp4_encode_four_over_six_triton(x: Tensor, amax: Tensor, limit: float) -> 
     """`nvfp4_encode_four_over_six` of the reference."""
     codes, scales = places(x)
     factors = torch.empty(amax.shape, dtype=torch.float32, device=x.device)
-    nvfp4(x, codes, amax, BY_ROW, scales, factors, E2M1_MAX * limit)
+    encode(x, BY_ROW.value, codes, scales, amax.contiguous(), factors, E2M1_MAX * limit, 0.0)
     return codes, scales, factors
 
 
@@ -316,5 +344,5 @@ def mxfp8_encode_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     *first, columns = x.shape
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(*first, columns // MXFP8_BLOCK, dtype=torch.uint8, device=x.device)
-    mxfp8(x, codes, scales)
+    encode(x, BY_POWER.value, codes, scales, scales, scales, 0.0, 0.0)
     return codes, scales
