@@ -137,6 +137,8 @@ def plan(
     far = min(far_tiles, max(PROGRAMS // programs, least))
     share = -(-far_tiles // far)
     near = close if close * programs <= PROGRAMS // 8 else _divide(close, -(-close * 3 // 2 // share))
+    if tiles == 1 and near < far and far + near > PROGRAMS // programs and close * 8 > share * near:
+        far -= near  # else some would begin when others end; but not where near ones end soon
     return Splits(rows, queries, tiles, far, near)
 
 
