@@ -14,7 +14,7 @@ import msgspec
 from tqdm import tqdm
 
 from inkcap.base.checkpoint import find_checkpoint, read_generation_defaults
-from inkcap.base.config import EngineConfig, SchedConfig, environment_defaults
+from inkcap.base.config import CacheConfig, EngineConfig, SchedConfig, environment_defaults
 from inkcap.base.errors import BadRequest, EngineFault, NotBuiltYet
 from inkcap.base.flags import config_from_tree
 from inkcap.base.matching import probe
@@ -96,7 +96,10 @@ class LLM:
         max_num_seqs: int = SchedConfig.rows,
         max_num_batched_tokens: int = SchedConfig.step_tokens,
         enable_prefix_caching: bool = True,
+        kv_cache_dtype: str = CacheConfig.dtype,
         cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float = CacheConfig.gpu_utilization,
+        deterministic: bool = False,
         seed: int = 0,
         threads: int | None = None,
         revision: str | None = None,
@@ -115,11 +118,17 @@ class LLM:
                     "max_length": max_model_len,
                     "seed": seed,
                     "threads": threads,
+                    "deterministic": deterministic,
                     "revision": revision,
                     "download": download,
                 },
                 "parallel": {"tp": tensor_parallel_size},
-                "cache": {"prefix": enable_prefix_caching, "memory_bytes": cache_memory_bytes},
+                "cache": {
+                    "prefix": enable_prefix_caching,
+                    "dtype": kv_cache_dtype,
+                    "memory_bytes": cache_memory_bytes,
+                    "gpu_utilization": gpu_memory_utilization,
+                },
                 "sched": {"rows": max_num_seqs, "step_tokens": max_num_batched_tokens},
                 "ops": environment_defaults().get("ops", {}),
             }

@@ -212,6 +212,22 @@ def test_setup_errors_are_raised_by_the_constructor(checkpoint, tmp_path):
         LLM(tmp_path / "nowhere")
     with pytest.raises(ConfigInvalid, match="dtype"):
         LLM(checkpoint, dtype="int4")
+    with pytest.raises(ConfigInvalid, match="fp8_e5m2"):
+        LLM(checkpoint, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(ConfigInvalid, match="gpu_utilization"):
+        LLM(checkpoint, gpu_memory_utilization=1.5)
+
+
+def test_an_eight_bit_cache_holds_more_and_deterministic_answers_have_the_same_bits(checkpoint):
+    options = {"dtype": "float32", "threads": 1, "cache_memory_bytes": 16 << 20, "skip_tokenizer_init": True}
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=1)
+    with LLM(checkpoint, kv_cache_dtype="fp8", deterministic=True, **options) as llm:
+        blocks = llm.info.cache_groups["full"]
+        beside, *_ = llm.generate([[1, 2, 3]] + [[n] * 30 for n in range(3)], params, use_tqdm=False)
+        (alone,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert alone.outputs[0].logprobs == beside.outputs[0].logprobs
+    with LLM(checkpoint, **options) as llm:
+        assert blocks > 1.5 * llm.info.cache_groups["full"]
 
 
 def test_a_closed_model_says_so(checkpoint):
