@@ -12,7 +12,6 @@ Graphs are keyed by T and, for the forward, by a bound on the rows' lengths: ker
 beyond R name the table's spare row, which has one token and no blocks, so they store nothing and nobody reads them.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inkcap.base.log import logger
 from inkcap.base.step import Chunk, StepPlan
 from inkcap.layers.batch import Batch
 from inkcap.models.base import Model
@@ -58,22 +56,39 @@ class Replays(Protocol):
     def replay(self) -> None: ...
 
 
-class Recorder:
-    """Captures work of one device. All graphs share a pool of memory, so they must run one after another."""
+class Recorder(Protocol):
+    """Takes work, one piece after another."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
+    def capture(self, work: Callable[[], None]) -> Replays: ...
+
+
+class Rehearsal:
+    """Runs work once before it is captured, for what is compiled or allocated then, on the stream that captures."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        stream.wait_stream(torch.cuda.current_stream())
+
+    def capture(self, work: Callable[[], None]) -> Replays:
+        """Run `work`; nothing is captured."""
+        with torch.cuda.stream(self.stream):
+            work()
+        return self
+
+    def replay(self) -> None:
+        raise AssertionError("what was rehearsed was not captured")
+
+
+class DeviceRecorder:
+    """Captures work that has run before. All graphs share a pool of memory, so they must run one after another."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device, self.stream = device, stream
         self.pool = torch.cuda.graph_pool_handle()
         self.free_bytes = torch.cuda.mem_get_info(device)[0]
 
-    def capture(self, work: Callable[[], None], *, ran: bool = False) -> Replays:
-        """Capture `work`. It is run once before, for what is compiled or allocated then, unless all of it `ran`."""
-        if not ran:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                work()
-            torch.cuda.current_stream().wait_stream(self.stream)
+    def capture(self, work: Callable[[], None]) -> Replays:
+        """Capture `work`, which does not run."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             work()
@@ -124,7 +139,6 @@ class Graphs:
 
     def capture(self, recorder: Recorder) -> None:
         """Capture all sizes up to the table's rows, and all bounds; takes seconds."""
-        began = time.perf_counter()
         with torch.inference_mode():
             # the largest first, so that the others find their memory in the pool
             for size in reversed(self.sizes):
@@ -132,12 +146,11 @@ class Graphs:
                     self.draws[size, limited] = recorder.capture(partial(self._draw, size, limited))
                 for bound in reversed(self.bounds):
                     self.forwards[size, bound] = recorder.capture(partial(self._show, size, bound))
-                    self.wholes[size, bound] = recorder.capture(partial(self._whole, size, bound), ran=True)
-        logger.info(
-            "%d graphs of decode steps, up to %d rows: %.1f s, %.0f MiB",
-            *(2 * len(self.forwards) + len(self.draws), self.sizes[-1], time.perf_counter() - began),
-            recorder.taken_bytes / 2**20,
-        )
+                    self.wholes[size, bound] = recorder.capture(partial(self._whole, size, bound))
+
+    def __len__(self) -> int:
+        """Graphs captured."""
+        return len(self.draws) + len(self.forwards) + len(self.wholes)
 
     def fit(self, plan: StepPlan) -> bool:
         """Whether the step is made of continues only, and of no more than were captured."""

@@ -8,12 +8,10 @@ import torch
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import NotEnoughMemory
 from inkcap.base.log import logger
-from inkcap.cache.arena import Arena
-from inkcap.cache.plan import Load, MemoryPlan, groups_of, layout_of, plan_memory
-from inkcap.layers.batch import Batch
+from inkcap.cache.plan import Load, MemoryPlan, groups_of, plan_memory
 from inkcap.models.base import Model
-from inkcap.ops.values import GroupView, Packing
 from inkcap.parallel.comm import Comm
+from inkcap.runner.trial import batch_of
 
 CPU_SHARE = 0.4  # of the memory that is free once the weights are loaded; the rest is for steps and other programs
 # Bytes of a GPU beside weights, the largest step and the cache: row table (5 bytes a row and token of the longest
@@ -97,29 +95,13 @@ def measure_step(config: EngineConfig, model: Model, device: torch.device) -> in
     most, width = config.sched.step_tokens, config.sched.chunk
     edges = [*range(0, most, width), most]
     spans = tuple((a, b, row, 0) for row, (a, b) in enumerate(pairwise(edges)))
-    starts = torch.tensor(edges, dtype=torch.int32, device=device)
-    rows = torch.arange(len(spans), dtype=torch.int32, device=device)
-    positions = torch.cat([torch.arange(b - a, device=device) for a, b, _, _ in spans])  # [T]
-    row_of = rows.repeat_interleave(starts.diff().long(), output_size=most)  # [T]
-    packing = Packing(starts, rows, torch.zeros_like(rows), row_of, positions, spans)
-    groups = groups_of(model.states)
-    views = {
-        group.name: GroupView(
-            group.block,
-            torch.zeros(len(spans), -(-width // group.block), dtype=torch.int32, device=device),
-            torch.full_like(positions, -1),
-        )
-        for group in groups
-    }
-    arena = Arena(model.states, layout_of(groups, 0).size_bytes, device)  # block 0
+    batch = batch_of(model, spans, min(most, config.sched.rows), device)
     own = torch.cuda.memory_allocated(device) - before
-    sampled = torch.arange(min(most, config.sched.rows), device=device)
-    hidden = model.forward(Batch(torch.zeros_like(positions), packing, sampled, views, arena.planes))
-    logits = model.head(hidden[sampled])
+    logits = model.head(model.forward(batch)[batch.sampled])
     logits.clone().log_softmax(1)  # log-probabilities, for which all rows may ask
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before - own
-    del hidden, logits, arena, views
+    del batch, logits
     torch.cuda.empty_cache()
     return int(peak * SLACK)
 

@@ -6,13 +6,11 @@ bound on all lengths. Places that a step leaves free become one-token sequences 
 between steps is uploaded in one copy; tokens are drawn by the graphs of decode steps.
 """
 
-import time
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from inkcap.base.log import logger
 from inkcap.base.step import Chunk, Continue, StepPlan
 from inkcap.layers.batch import Batch
 from inkcap.ops.values import Packing
@@ -44,7 +42,6 @@ class MixedGraphs:
 
     def capture(self, recorder: Recorder) -> None:
         """Capture every kind of step; takes seconds."""
-        began = time.perf_counter()
         with torch.inference_mode():
             for tokens in reversed(self.tokens):
                 for sequences in reversed(self.sequences):
@@ -54,15 +51,10 @@ class MixedGraphs:
                         self._pack([], sequences, tokens)
                         key = (sequences, tokens, bound)
                         self.forwards[key] = recorder.capture(partial(self._forward, *key))
-        logger.info(
-            "%d graphs of mixed steps, up to %d tokens: %.1f s, %.0f MiB",
-            *(
-                len(self.forwards),
-                max(self.tokens, default=0),
-                time.perf_counter() - began,
-                recorder.taken_bytes / 2**20,
-            ),
-        )
+
+    def __len__(self) -> int:
+        """Graphs captured."""
+        return len(self.forwards)
 
     def fit(self, plan: StepPlan) -> Key | None:
         """The smallest captured step that has room for this one."""

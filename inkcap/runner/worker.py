@@ -17,15 +17,17 @@ from inkcap.base.sampling import TokenRules, token_rules
 from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
 from inkcap.cache.arena import Arena
 from inkcap.models.base import Model
+from inkcap.ops.ahead import compiled_ahead
 from inkcap.ops.dispatch import bind
 from inkcap.parallel.comm import Comm
 from inkcap.runner.build import Step, build
-from inkcap.runner.graphs import Graphs, Recorder
+from inkcap.runner.graphs import DeviceRecorder, Graphs, Rehearsal
 from inkcap.runner.guides import Guides
 from inkcap.runner.memory import budget, measure_step, plan_for
 from inkcap.runner.mixed import MixedGraphs
 from inkcap.runner.table import RowTable
 from inkcap.runner.transfer import Download
+from inkcap.runner.trial import batch_of, spans_of_kinds, try_draws
 from inkcap.sampling.logprobs import logprobs
 from inkcap.sampling.sampler import Sampled, Sampler
 
@@ -111,6 +113,8 @@ class Worker:
         gpu = self.device.type == "cuda"
         if gpu:
             torch.cuda.set_device(self.device)
+            with compiled_ahead(self.device):
+                measure_step(config, model, self.device)
         step_bytes = measure_step(config, model, self.device) if gpu else 0
         # groups, blocks and limits
         self.memory = plan_for(config, model, budget(config, comm, self.device, step_bytes))
@@ -126,8 +130,8 @@ class Worker:
         self.guides = Guides(compiler, self.device)
         self.graphs: Graphs | None = None
         self.mixed: MixedGraphs | None = None
-        if gpu and config.model.graphs:
-            self._capture()
+        if gpu:
+            self._prepare()
 
     @property
     def info(self) -> EngineInfo:
@@ -187,18 +191,42 @@ class Worker:
         back = Download(sampled.numbers if sampled is not None else [])
         return Launched(plan, began, self.clock, step.sampling, sampled, back, prompts, {**self.guides.failed})
 
-    def _capture(self) -> None:
-        """Small steps as graphs; not, which is logged, where this model has ops without a kernel."""
+    def _prepare(self) -> None:
+        """Compile what steps need and capture small ones; not, which is logged, where an op has no kernel."""
+        began = time.perf_counter()
         graphs = Graphs(self.model, self.table, self.arena.planes, self.sampler, self.guides, self.max_length)
-        if missing := graphs.host_bound():
-            logger.warning("steps are not captured: no kernel here for %s", ", ".join(missing))
-            return
-        recorder = Recorder(self.device)
-        graphs.capture(recorder)
-        self.graphs = graphs
-        if self.config.model.mixed_graphs:
-            self.mixed = MixedGraphs(graphs)
-            self.mixed.capture(recorder)
+        mixed = MixedGraphs(graphs)
+        wanted = self.config.model
+        kinds = [each for each, on in ((graphs, wanted.graphs), (mixed, wanted.graphs and wanted.mixed_graphs)) if on]
+        stream = torch.cuda.Stream(self.device)
+        with compiled_ahead(self.device):
+            if kinds and (missing := graphs.host_bound()):
+                logger.warning("steps are not captured: no kernel here for %s", ", ".join(missing))
+                kinds = []
+            for each in kinds:
+                each.capture(Rehearsal(stream))
+            self._try_kinds()
+        torch.cuda.synchronize(self.device)
+        recorder = DeviceRecorder(self.device, stream)
+        rehearsed = time.perf_counter()
+        for each in kinds:
+            each.capture(recorder)
+        self.graphs, self.mixed = graphs if len(graphs) else None, mixed if len(mixed) else None
+        logger.info(
+            "%d graphs of steps of up to %d rows, %d with up to %d tokens of prompts too: %.1f s, after a rehearsal of "
+            "%.1f s, %.0f MiB",
+            *(len(graphs), graphs.sizes[-1], len(mixed), max(mixed.tokens, default=0)),
+            *(time.perf_counter() - rehearsed, rehearsed - began, recorder.taken_bytes / 2**20),
+        )
+
+    @torch.inference_mode()
+    def _try_kinds(self) -> None:
+        """Run a step of each kind that is not captured."""
+        sched = self.config.sched
+        for spans in spans_of_kinds(sched.rows, sched.step_tokens, self.max_length):
+            batch = batch_of(self.model, spans, len(spans), self.device)
+            self.model.head(self.model.forward(batch)[batch.sampled])
+        try_draws(self.model.vocab_size, self.device)
 
     def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> Sampled:
         """Draw for the entries of the work that sample, and add what was drawn to their rows."""

@@ -36,9 +36,7 @@ class Rerun:
 class Reruns:
     """Stands for the recorder of a device."""
 
-    taken_bytes = 0
-
-    def capture(self, work, ran=False):
+    def capture(self, work):
         work()
         return Rerun(work)
 

@@ -1,0 +1,47 @@
+"""Steps that are tried at start: of all kinds, and without a trace."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from toy import Toy
+
+from inkcap.ops.dispatch import bind
+from inkcap.runner.trial import LONG, batch_of, spans_of_kinds, try_draws
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("rows", "step_tokens"), [(64, 8192), (3, 2), (1, 1), (300, 100)])
+def test_steps_of_each_kind_are_steps(rows, step_tokens):
+    kinds = [*spans_of_kinds(rows, step_tokens, 1 << 20)]
+    for spans in kinds:
+        assert spans[0][0] == 0
+        assert all(before[1] == after[0] for before, after in pairwise(spans))
+        assert all(start < stop for start, stop, _, _ in spans)
+        assert len(spans) <= rows
+        assert spans[-1][1] <= step_tokens
+    assert max(spans[-1][1] for spans in kinds) == step_tokens
+    assert max(map(len, kinds)) == min(rows, max(1, step_tokens - 1))
+    ends = {first + stop - start for spans in kinds for start, stop, _, first in spans}
+    assert max(ends) == LONG
+
+
+def test_rows_are_no_longer_than_the_longest():
+    ends = {first + stop - start for spans in spans_of_kinds(4, 512, 700) for start, stop, _, first in spans}
+    assert max(ends) == 700
+
+
+def test_a_step_runs_and_names_no_block():
+    batch = batch_of(Toy(CPU), ((0, 5, 0, 20), (5, 6, 1, 0)), 2, CPU)
+    assert batch.packing.positions.tolist() == [20, 21, 22, 23, 24, 0]
+    assert batch.packing.row_of.tolist() == [0, 0, 0, 0, 0, 1]
+    assert batch.packing.starts.tolist() == [0, 5, 6]
+    assert all((view.slots == -1).all() and not view.table.any() for view in batch.views.values())
+    assert len(Toy(CPU).forward(batch)) == 6
+    assert batch.sampled.tolist() == [0, 1]
+
+
+def test_draws_of_all_kinds_run():
+    bind(CPU)
+    try_draws(500, CPU)
