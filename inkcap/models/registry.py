@@ -1,6 +1,7 @@
 """How a model is built and loaded from a checkpoint, and which demos there are."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from inkcap.models.inkling2.model import Inkling2
 from inkcap.models.inkling2.weights import TABLES as INKLING2_TABLES
 from inkcap.parallel.comm import Comm
 from inkcap.weights.headers import Headers
-from inkcap.weights.load import check, load
+from inkcap.weights.load import check, load, readers
 from inkcap.weights.reader import Checkpoint
 from inkcap.weights.rules import Table
 from inkcap.weights.scales import check_scales
@@ -78,9 +79,11 @@ def load_model(
     checkpoint = Checkpoint(directory)
     stored = find_stored(checkpoint, declared, config.num_hidden_layers, numerics)
     check(checkpoint, build(entry, config, comm, dtype, torch.device("meta"), stored).slots(), tables)
-    for n, names in expert_names(config.num_hidden_layers).items():
-        for name, form in zip(names, (stored[n].w13, stored[n].w2), strict=True):
-            check_scales(checkpoint, name, form)
+    names = [name for pair in expert_names(config.num_hidden_layers).values() for name in pair]
+    forms = [form for n in expert_names(config.num_hidden_layers) for form in (stored[n].w13, stored[n].w2)]
+    with readers() as pool:
+        for _ in pool.map(partial(check_scales, checkpoint), names, forms):
+            pass
     model = build(entry, config, comm, dtype, device, stored, kv_dtype)
     load(checkpoint, model.slots(), tables, progress=progress)
     model.unpack()

@@ -86,6 +86,11 @@ def check(checkpoint: Checkpoint, slots: Mapping[str, Slot], tables: Sequence[Ta
     return sorted(pieces, key=lambda piece: (checkpoint.files[piece.source], checkpoint.stored(piece.source).start))
 
 
+def readers() -> ThreadPoolExecutor:
+    """Threads to read a checkpoint with."""
+    return ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0))))
+
+
 def load(
     checkpoint: Checkpoint, slots: Mapping[str, Slot], tables: Sequence[Table], *, progress: bool = True
 ) -> Loaded:
@@ -97,7 +102,6 @@ def load(
     pieces = check(checkpoint, slots, tables)
     parts = [part for piece in pieces for part in _parts(checkpoint, piece)]
     sizes = [_stored_bytes(checkpoint, part) for part in parts]
-    readers = min(READERS, len(os.sched_getaffinity(0)))
     with (
         tqdm(
             total=sum(sizes),
@@ -107,7 +111,7 @@ def load(
             disable=None if progress else True,
             mininterval=0.2,
         ) as bar,
-        ThreadPoolExecutor(readers) as pool,
+        readers() as pool,
     ):
         read = pool.map(lambda part: checkpoint.read(part.source, part.index, part.target), parts)
         for size, _ in zip(sizes, read, strict=True):
