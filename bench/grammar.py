@@ -8,9 +8,11 @@ Each prints JSON lines. MODEL is a checkpoint with the published vocabulary, suc
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -56,13 +58,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": PLACE}},
     {"type": "function", "function": {"name": "save_person", "parameters": PERSON}},
 ]
-TEXTS = [
-    '{"name":"Ann O\'Neil","age":42,"tags":["red","blue"],"email":"a@b.org"}',
-    '{"name": "Zoë", "age": 7}',
-    '{"age": 12, "name": "x"}',
-]
+WORDS = ["Ann", "O'Neil", "Zoë", "Maria", "Ng", "Ivanova", "Łukasz", "Smith-Jones", "Qi", "Björk", "van", "Dyke"]
 STRING = {"type": "string"}
 ROWS = 64
+STEPS = 200
 BOUND = {"bounded": PERSON}
 FREE = {"unbounded": {**PERSON, "properties": {**PERSON["properties"], "name": STRING, "email": STRING}}}
 SCHEMAS = {"get_weather": PLACE, "save_person": PERSON}
@@ -81,12 +80,12 @@ def cost(path: str, rounds: int) -> None:
         wish = read_wish(formats={"guided_json": schema})
         rules = wish.rules(Start.BETWEEN, {})
         assert rules is not None, "a format is a rule"
-        lines = [[MODEL, TEXT, *tokenizer.encode_text(text), END_MESSAGE, END_TURN] for text in TEXTS[:2]]
+        lines = [[MODEL, TEXT, *tokenizer.encode_text(text), END_MESSAGE, END_TURN] for text in people(STEPS)]
         began = time.perf_counter()
         compiler.matcher(rules.text)
         compiled = 1e3 * (time.perf_counter() - began)
-        one = alone(lines, rules, compiler, rounds)
-        many = together(lines, rules, compiler, rounds)
+        one = alone(lines[:rounds], rules, compiler)
+        many = together(lines, rules, compiler)
         line = {
             "compile_ms": round(compiled, 2),
             "one_row_us": quantiles([1e6 * t for t in one]),
@@ -95,37 +94,57 @@ def cost(path: str, rounds: int) -> None:
         print(json.dumps({"bench": "grammar.cost", "strings": kind, "rows": ROWS, **line, **where()}))
 
 
-def alone(lines: list[list[int]], rules: TurnRules, compiler: Compiler, rounds: int) -> list[float]:
-    """Seconds of each mask of one row."""
+def people(count: int) -> list[str]:
+    """Texts of PERSON that differ in everything that may differ, half of them with blanks."""
+    draw = random.Random(0)
     found = []
-    for _ in range(rounds):
-        for line in lines:
-            guides = Guides(compiler, torch.device("cpu"))
-            guides.open([setup_of(0, [], rules)])
-            for token in line:
-                began = time.perf_counter()
-                masks = guides.masks([0])
-                found.append(time.perf_counter() - began)
-                assert masks is not None, "every state of a strict turn has a mask"
-                assert int(masks[0, token // 32]) >> (token % 32) & 1, f"token {token} must be allowed"
-                guides.drawn([0], torch.tensor([token]))
+    for i in range(count):
+        person = {"name": " ".join(draw.sample(WORDS, 2))[:12], "age": draw.randrange(151)}
+        if draw.random() < 0.7:
+            person["tags"] = draw.sample(["red", "green", "blue"], draw.randrange(4))
+        if draw.random() < 0.7:
+            person["email"] = f"{draw.choice(WORDS)[:8]}@example.org"
+        found.append(json.dumps(person, ensure_ascii=False, separators=(", ", ": ") if i % 2 else (",", ":")))
     return found
 
 
-def together(lines: list[list[int]], rules: TurnRules, compiler: Compiler, rounds: int) -> list[float]:
-    """Seconds of the masks of ROWS rows, which are at all places of their texts."""
+def alone(lines: list[list[int]], rules: TurnRules, compiler: Compiler) -> list[float]:
+    """Seconds of each mask of one row."""
+    found = []
+    for line in lines:
+        guides = Guides(compiler, torch.device("cpu"))
+        guides.open([setup_of(0, [], rules)])
+        for token in line:
+            began = time.perf_counter()
+            masks = guides.masks([0])
+            found.append(time.perf_counter() - began)
+            assert masks is not None, "every state of a strict turn has a mask"
+            assert int(masks[0, token // 32]) >> (token % 32) & 1, f"token {token} must be allowed"
+            guides.drawn([0], torch.tensor([token]))
+    return found
+
+
+def together(lines: list[list[int]], rules: TurnRules, compiler: Compiler) -> list[float]:
+    """Seconds of the masks of each of STEPS steps of ROWS rows, each of which says one line after another.
+
+    They begin together, in a grammar of which nothing is known yet.
+    """
     found = []
     rows = [*range(ROWS)]
-    for turn in range(rounds):
-        guides = Guides(compiler, torch.device("cpu"))
-        said = [(row * 7 + turn) % (len(lines[row % len(lines)]) - 1) for row in rows]
-        guides.open([setup_of(row, lines[row % len(lines)][: said[row]], rules) for row in rows])
-        guides.masks(rows)
-        guides.drawn(rows, torch.tensor([lines[row % len(lines)][said[row]] for row in rows]))
+    guides = Guides(compiler, torch.device("cpu"))
+    coming = itertools.cycle(lines)
+    left: dict[int, list[int]] = {row: [] for row in rows}  # last token first
+    for _ in range(STEPS):
+        for row in rows:
+            if not left[row]:
+                guides.close([row])
+                guides.open([setup_of(row, [], rules)])
+                left[row] = next(coming)[::-1]
         began = time.perf_counter()
         masks = guides.masks(rows)
         found.append(time.perf_counter() - began)
         assert masks is not None, "every state of a strict turn has a mask"
+        guides.drawn(rows, torch.tensor([left[row].pop() for row in rows]))
     return found
 
 

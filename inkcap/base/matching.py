@@ -3,31 +3,35 @@
 No torch. Compiling and filling masks let other threads run; building a vocabulary (about 1 s) does not.
 """
 
+import itertools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import llguidance
-import numpy as np
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-from numpy.typing import NDArray
 
-from inkcap.base.room import LETTER, WORDS, Rooms, steady, witness
+from inkcap.base.masks import Compiled, Filler, Matcher, readable
+from inkcap.base.room import LETTER, WORDS, steady, witness
 from inkcap.base.vocabulary import END_TURN, ORDINARY, SPLIT, VOCAB, read_ranks
 
-ROW_BYTES = WORDS * 4
 KEPT_GRAMMARS = 512  # compiled, of a process
 COMPILERS = 2  # threads
 # A run of blanks between tokens of JSON that is free in its form. Bounded, or a weak model fills its budget with it.
 BLANKS = r"[\x20\x0A\x0D\x09]{1,24}"
 PROBE_STEPS = 6
-# Sets of tokens that masks are put together from: blanks, and text inside JSON strings that has so much room left.
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{LETTER}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{LETTER}+"]
+# Sets of tokens that masks are put together from: blanks, words, and text inside JSON strings, by the room they need.
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"[a-zA-Z]{{1,{most}}}" for most in (2, 4, 8, 16)),
+    *(f" [a-zA-Z]{{1,{most - 1}}}" for most in (2, 4, 8, 16)),
+    *(f"{LETTER}{{1,{most}}}" for most in (2, 4, 8, 16, 30)),
+    f"{LETTER}+",
+]
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -84,53 +88,6 @@ def json_grammar(schema: object, compact: bool = False, blanks: str = BLANKS) ->
     return f"start: json\njson: {json_rule(schema, compact, blanks)}\n"
 
 
-class Compiled(NamedTuple):
-    """A grammar: over all tokens and, if its strings have witnesses, over those that have to be walked inside them."""
-
-    whole: llguidance.LLMatcher
-    rest: llguidance.LLMatcher | None
-    witness: list[int]  # one token, as often as rooms are told apart
-    steady: bool
-
-
-class Matcher:
-    """Where one text is in one grammar."""
-
-    __slots__ = ("behind", "grammar", "inner", "inside", "least", "rest", "room", "rooms")
-
-    def __init__(self, grammar: Compiled, rooms: Rooms) -> None:
-        self.grammar = grammar
-        self.rooms = rooms
-        self.inner = grammar.whole.deep_copy()
-        self.rest = grammar.rest and grammar.rest.deep_copy()
-        self.behind: list[int] = []  # tokens that `rest` has not seen yet
-        # In a string: what could come next when the room was larger, and the room now, as far as that is known.
-        self.inside: NDArray[np.uint32] | None = None
-        self.room = 0
-        self.least = 0
-
-    def consume(self, token: int) -> bool:
-        """Go on by one token. False: it may not come next, or a limit is reached, see `error`."""
-        if self.rest is not None:
-            self.behind.append(token)
-            if self.inside is not None:
-                letters = self.rooms.letters[token]
-                self.room -= letters
-                if not letters or self.room < self.least:
-                    self.inside = None
-        return self.inner.consume_token(token)
-
-    @property
-    def accepting(self) -> bool:
-        """Whether the text may end here."""
-        return self.inner.is_accepting()
-
-    @property
-    def error(self) -> str:
-        """Why this matcher can say nothing any more; empty while it can."""
-        return readable(self.inner.get_error()) if self.inner.is_error() else ""
-
-
 class Compiler:
     """Compiles grammars over one vocabulary in threads of its own, and keeps what it compiled."""
 
@@ -140,16 +97,14 @@ class Compiler:
         llguidance wants one for the end, whose name is such that no grammar can spell it.
         """
         self.ids = ranks
-        self.pieces = [b""] * ORDINARY  # what each token stands for
-        for piece, token in ranks.items():
-            self.pieces[token] = piece
         self._tokenizer = tokenizer(ranks, SLICES)
-        self._rooms = Rooms(ranks)
-        self._rest = tokenizer(self._rooms.rest, [])
-        self._bytes = [ranks[bytes((byte,))] for byte in range(256)]
-        self._key = [self._bytes[byte] for byte in b'":']  # what ends a string if that is a key
+        self._filler = Filler(ranks)
+        self._rest = tokenizer(self._filler.rooms.rest, [])
+        self.fill = self._filler.fill
+        self.pieces = self._filler.rooms.pieces  # what each token stands for
         self._limits = limits()
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._kept: OrderedDict[str, Future[Compiled]] = OrderedDict()
         self._pool = ThreadPoolExecutor(COMPILERS, "grammar")
         self.names: dict[tuple[bytes, ...], tuple[int, ...]] = {}
@@ -173,48 +128,7 @@ class Compiler:
 
     def matcher(self, grammar: str) -> Matcher:
         """A matcher at the start of a text; waits for the grammar."""
-        return Matcher(self.begin(grammar).result(), self._rooms)
-
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -> None:
-        """Write masks to rows of masks [n, WORDS]: bit t of the row is set if token t may come next.
-
-        One after another: threads, also over matchers that share no lock, made it no faster.
-        """
-        assert masks.strides == (ROW_BYTES, 4), "rows of masks follow one another"
-        address = masks.ctypes.data
-        fitting, longest = self._rooms.fitting, self._rooms.longest
-        for matcher, row in matchers:
-            if matcher.inside is not None:
-                np.bitwise_and(matcher.inside, fitting[min(matcher.room, longest)], out=masks[row])
-            elif matcher.rest is not None and matcher.inner.validate_tokens(matcher.grammar.witness[:1]):
-                self._fill_in_string(matcher, masks[row])
-            else:
-                matcher.inner.unsafe_compute_mask_ptr(address + row * ROW_BYTES, ROW_BYTES)
-
-    def _fill_in_string(self, matcher: Matcher, mask: NDArray[np.uint32]) -> None:
-        """Write the mask [WORDS] inside a string that takes any letter, and keep it while nothing but the room changes.
-
-        That is so from where the string may end, unless it is a key, which may not be any text.
-        """
-        room = matcher.inner.validate_tokens(matcher.grammar.witness)
-        if self._fill_rest(matcher, mask):
-            mask |= self._rooms.plain & self._rooms.fitting[min(room, self._rooms.longest)]
-        else:
-            matcher.rest = None
-            matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, ROW_BYTES)
-        if matcher.grammar.steady and matcher.inner.validate_tokens(self._key) == 1:
-            matcher.inside, matcher.room = mask.copy(), room
-            matcher.least = self._rooms.longest if room == len(matcher.grammar.witness) else 1
-
-    def _fill_rest(self, matcher: Matcher, mask: NDArray[np.uint32]) -> bool:
-        """Write the mask of tokens that are no plain text; False if limits do not let `rest` come that far."""
-        assert matcher.rest is not None, "strings of this grammar have no witness"
-        text = b"".join([self.pieces[token] for token in matcher.behind])
-        matcher.behind.clear()
-        if not matcher.rest.consume_tokens([self._bytes[byte] for byte in text]):
-            return False
-        matcher.rest.unsafe_compute_mask_ptr(mask.ctypes.data, ROW_BYTES)
-        return not matcher.rest.is_error()
+        return Matcher(self.begin(grammar).result(), self._filler.rooms)
 
     def spelling(self, texts: tuple[bytes, ...]) -> tuple[int, ...]:
         """Tokens with which one of `texts`, none of them empty, may begin."""
@@ -228,12 +142,14 @@ class Compiler:
         return found
 
     def _compile(self, grammar: str) -> Compiled:
+        number = next(self._numbers)
         whole = llguidance.LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
         letter = witness(grammar)
         if letter is None:
-            return Compiled(whole, None, [], steady=False)
+            return Compiled(number, whole, None, [], steady=False)
         rest = llguidance.LLMatcher(self._rest, grammar, limits=self._limits, log_level=0)
-        return Compiled(whole, rest, [self.ids[letter.encode()]] * (2 * self._rooms.longest), steady(grammar))
+        told_apart = 2 * self._filler.rooms.longest
+        return Compiled(number, whole, rest, [self.ids[letter.encode()]] * told_apart, steady(grammar))
 
 
 def tokenizer(ranks: Mapping[bytes, int], slices: list[str]) -> llguidance.LLTokenizer:
@@ -288,12 +204,5 @@ def probe(grammar: str) -> str:
     return readable(matcher.get_error()) if matcher.is_error() else ""
 
 
-def readable(error: str) -> str:
-    """What an error says, in one line that is not too long."""
-    lines = error.strip().splitlines() or [""]
-    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
-    first = lines[0] if len(lines[0]) <= 200 else lines[0][:200] + "…"
-    return f"{first} {reason}".strip()[:300]
-
-
 assert ORDINARY % 32, "masks of text end inside a word, which `sampling.guide` cuts"
+assert VOCAB <= WORDS * 32, "a row of masks has a bit for each token"

@@ -37,10 +37,10 @@ def witness(grammar: str) -> str | None:
     """A letter by which the room can be told: what it may be repeated is what any letters may.
 
     None for grammars in which that does not follow: those that hold texts to more than their length, or in which a
-    bounded string and a literal can be alternatives. Also None where no string is bounded.
+    string and a literal can be alternatives.
     """
     found = _OF_A_SCHEMA.fullmatch(grammar)
-    if found is None or '"maxLength"' not in grammar:
+    if found is None:
         return None
     schema = found["schema"]
     has = {key for key in (*_OTHER, *_BRANCH, *_LITERAL) if f'"{key}"' in schema}
@@ -73,37 +73,38 @@ def steady(grammar: str) -> bool:
 
 
 class Rooms:
-    """Of a vocabulary: which tokens fit in how much room."""
+    """Of a vocabulary: what its tokens are inside strings, and which fit in how much room."""
 
     def __init__(self, ranks: Mapping[bytes, int]) -> None:
-        self.letters = [0] * WORDS * 32  # of each token that is plain text
+        self.pieces = [b""] * WORDS * 32  # what each token stands for
+        self.letters = [0] * WORDS * 32  # that a token adds, if it is nothing but letters
+        self.tails: dict[int, bytes] = {}  # of tokens that end a string: what they are from there
         self.rest: dict[bytes, int] = {}  # tokens that have to be walked inside a string, and all bytes
         needs = np.full(WORDS * 32, NEVER, np.int16)
+        plain = np.zeros(WORDS * 32, bool)
         for piece, token in ranks.items():
+            self.pieces[token] = piece
             text = piece.decode("utf-8", "surrogateescape")
             if _PLAIN.fullmatch(text):
                 needs[token] = self.letters[token] = len(text)
-            else:
-                needs[token], barred = needed(text)
-                if not barred:
-                    self.rest[piece] = token
+                plain[token] = True
+                continue
+            inside = _STRING.match(text)
+            assert inside is not None, "no text is text, too"
+            written, behind = inside[0], text[inside.end() : inside.end() + 1]
+            letters = len(_ESCAPE.sub("x", written))
+            needs[token] = letters + (behind not in ("", '"'))  # one is begun
+            if not behind and "\\u" not in written:
+                self.letters[token] = letters
+            elif behind == '"':
+                self.tails[token] = piece[len(written.encode("utf-8", "surrogateescape")) :]
+            if not _CONTROL.match(behind):
+                self.rest[piece] = token
         self.rest |= {piece: ranks[piece] for piece in map(bytes, zip(range(256), strict=True))}
         self.longest = int(needs[needs < NEVER].max())  # with as much room all tokens fit
         # [longest + 1, WORDS]: row r has those that need up to r letters
         self.fitting = np.stack([bits(needs <= most) for most in range(self.longest + 1)])
-        self.plain = bits(np.array(self.letters) > 0)
-
-
-def needed(text: str) -> tuple[int, bool]:
-    """Letters that a token writes or begins before it ends the string, and whether no string can have it.
-
-    That is so if a control character stands before the end.
-    """
-    string = _STRING.match(text)
-    assert string is not None, "no text is text, too"
-    behind = text[string.end() : string.end() + 1]
-    begun = behind not in ("", '"')
-    return len(_ESCAPE.sub("x", string[0])) + begun, begun and _CONTROL.match(behind) is not None
+        self.plain = bits(plain)
 
 
 def bits(allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:

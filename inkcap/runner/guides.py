@@ -7,10 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inkcap.base.matching import WORDS, Compiler, Matcher
+from inkcap.base.masks import Mask, Matcher
+from inkcap.base.matching import Compiler
+from inkcap.base.room import WORDS
 from inkcap.base.step import RowSetup
 from inkcap.runner.transfer import Download
-from inkcap.sampling.guide import Guide, Mask, Masks, end_texts
+from inkcap.sampling.guide import Guide, Masks, end_texts
 
 EVERY = np.uint32(0xFFFFFFFF)  # a word of masks: all of its tokens
 

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from inkcap.base.matching import WORDS, Compiler, Matcher
+from inkcap.base.masks import Mask, Matcher
+from inkcap.base.matching import Compiler
+from inkcap.base.room import WORDS
 from inkcap.base.turn import Start, TurnRules
 from inkcap.base.vocabulary import (
     CALL_JSON,
@@ -21,10 +23,8 @@ from inkcap.base.vocabulary import (
     STOP_TOKENS,
     TEXT,
     THINKING,
-    VOCAB,
 )
 
-Mask = NDArray[np.uint32]  # [WORDS]: bit t is set if token t may come next
 LAST_TEXT_WORD = ORDINARY // 32  # the word in which ordinary tokens end and control tokens begin
 LAST_TEXT_BITS = np.uint32((1 << ORDINARY % 32) - 1)
 # States. After a call of a free turn that may have no more, a turn is OVER.
@@ -224,6 +224,3 @@ def end_texts(texts: Sequence[tuple[int, Guide]], masks: NDArray[np.uint32]) -> 
             masks[row, end // 32] |= np.uint32(1 << end % 32)
         else:
             guide.failed = guide.matcher.error  # a grammar that allows no token here, or a limit
-
-
-assert VOCAB <= WORDS * 32, "a row of masks has a bit for each token"

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from inkcap.base.matching import WORDS, Compiler, json_grammar
+from inkcap.base.matching import Compiler, json_grammar
 from inkcap.base.request import SamplingParams
+from inkcap.base.room import WORDS
 from inkcap.base.step import RowSetup
 from inkcap.base.turn import Start, TurnRules
 from inkcap.base.vocabulary import (

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inkcap.base.matching import WORDS, Compiler, json_grammar
-from inkcap.base.room import Rooms, needed, steady, witness
+from inkcap.base.masks import Filler
+from inkcap.base.matching import Compiler, json_grammar
+from inkcap.base.room import WORDS, Rooms, steady, witness
 from inkcap.base.vocabulary import VOCAB, read_rank_file
 from inkcap.chat.grammar import call_grammar
 
@@ -120,8 +121,9 @@ def test_every_room_has_its_own_mask_down_to_none(compiler, least):
         assert (fill(compiler, quick) == whole.mask()).all()
         assert quick.consume(token)
         assert whole.inner.consume_token(token)
-    assert quick.inside is None, "the end may be forced"
     assert (fill(compiler, quick) == whole.mask()).all()
+    assert quick.full
+    assert quick.inside is None, "the end may be forced"
     assert not bits(whole.mask())[compiler.ids[b"x"]]
 
 
@@ -135,17 +137,33 @@ def test_what_follows_a_string_must_not_depend_on_its_length():
 def test_limits_of_the_quick_way_leave_the_slow_one(compiler):
     grammar = json_grammar(SCHEMAS["one"])
     quick, whole = compiler.matcher(grammar), Walked(compiler, grammar)
-    for token in (compiler.ids[piece] for piece in (b'{"', b"a", b'":"')):
+    quick.rest = quick.grammar.rest.deep_copy()
+    quick.rest.consume_token(compiler.ids[b"}"])  # an error, as limits make one
+    for token in (compiler.ids[piece] for piece in (b'{"', b"a", b'":"', b"x", b"\\", b"n")):
+        assert (fill(compiler, quick) == whole.mask()).all()
         assert quick.consume(token)
         assert whole.inner.consume_token(token)
-    quick.rest.consume_token(compiler.ids[b"}"])  # an error, as limits make one
     assert (fill(compiler, quick) == whole.mask()).all()
-    assert quick.rest is None
-    assert quick.consume(compiler.ids[b"x"])
+
+
+def test_texts_in_one_place_share_its_mask(compiler, monkeypatch):
+    grammar = json_grammar(of(a=text(20), b={"type": "string"}, c=text(3)))
+
+    def masks_of(*pieces):
+        quick, whole = compiler.matcher(grammar), Walked(compiler, grammar)
+        for token in (compiler.ids[piece] for piece in pieces):
+            assert (fill(compiler, quick) == whole.mask()).all()
+            assert quick.consume(token)
+            assert whole.inner.consume_token(token)
+        assert (fill(compiler, quick) == whole.mask()).all()
+
+    masks_of(b'{"', b"a", b'":"', b"Hello", b'","', b"b", b'":"', b"x", b'","', b"c", b'":"')
+    masks_of(b'{"', b"a", b'":"', b'","', b"b", b'":"', b" the", b"\\n", b'","', b"c", b'":"', b"ab")
+    monkeypatch.setattr(Filler, "_walk", lambda *_: pytest.fail("it was walked before"))
+    masks_of(b'{"', b"a", b'":"', b" the", b"a", b'","', b"b", b'":"', b"x", b"x", b'","', b"c", b'":"', b"\\n")
 
 
 WALKED = {
-    "unbounded": of(a={"type": "string"}),
     "a pattern": of(a=text(5, pattern="^[a-z]+$")),
     "a format": of(a=text(20, format="date")),
     "names of properties": {**of(a=text(5)), "propertyNames": {"maxLength": 3}},
@@ -155,26 +173,50 @@ WALKED = {
 
 
 @pytest.mark.parametrize("name", WALKED)
-def test_other_strings_are_walked(compiler, name):
-    grammar = json_grammar(WALKED[name])
-    assert witness(grammar) is None
-    assert compiler.matcher(grammar).rest is None
+def test_other_strings_are_walked(name):
+    assert witness(json_grammar(WALKED[name])) is None
     assert witness(f"{json_grammar(SCHEMAS['one'])}X: /a+/\n") is None, "only grammars of a schema and nothing else"
 
 
-def test_what_a_token_needs_inside_a_string():
-    counts = {'a"': 1, '",': 0, "ab\\n": 3, "\\u00e9x": 2, "\\": 1, "a\\u0": 2, "Ж\udcd0": 2, "\udc80": 1}
-    assert {piece: needed(piece) for piece in counts} == {piece: (most, False) for piece, most in counts.items()}
-    assert [needed(piece)[1] for piece in ("\n", "a\x7f", '"\n', 'ab\n"')] == [True, True, False, True]
-
-
-def test_what_fits_needs_no_more_than_the_room():
-    ranks = {bytes((byte,)): byte for byte in range(256)} | {b" the": 300, b"Hello": 301, b'ab"': 302, b"a\n": 303}
+def test_what_tokens_are_inside_a_string():
+    pieces = [
+        b" the",
+        b"Hello",
+        b'ab"',
+        b'",\n',
+        b"a\n",
+        b'a\n"',
+        b"x\\n",
+        b'y\\"}"',
+        b"z\\u00e9",
+        b"\\u0",
+        "Ж".encode() + b"\xd0",
+    ]
+    ranks = {bytes((byte,)): byte for byte in range(256)} | {piece: 300 + i for i, piece in enumerate(pieces)}
     rooms = Rooms(ranks)
     fitting = [bits(row) for row in rooms.fitting]
+    needs = {piece: min(r for r in range(6) if fitting[r][ranks[piece]]) for piece in pieces}
+    assert [*needs.values()] == [4, 5, 2, 0, 2, 2, 2, 3, 2, 1, 2], "a letter or an escape that is begun counts"
     assert rooms.longest == 5
-    assert {token for token in range(300, 304) if fitting[3][token]} == {302, 303}
-    assert {token for token in range(300, 304) if fitting[5][token]} == {300, 301, 302, 303}
-    assert [token for token in range(300, 304) if bits(rooms.plain)[token]] == [300, 301]
-    assert [token for token in rooms.rest.values() if token >= 256] == [302]
-    assert rooms.letters[300] == 4
+    assert {piece for piece in pieces if rooms.letters[ranks[piece]]} == {b" the", b"Hello", b"x\\n"}
+    assert {piece for piece in pieces if bits(rooms.plain)[ranks[piece]]} == {b" the", b"Hello"}
+    assert {pieces[token - 300]: tail for token, tail in rooms.tails.items() if token >= 300} == {
+        b'ab"': b'"', b'",\n': b'",\n', b'y\\"}"': b'"'
+    }  # fmt: skip
+    assert not {b" the", b"Hello", b"a\n", b'a\n"'} & rooms.rest.keys(), "plain text, and what no string can have"
+
+
+def test_slow_walks_are_shared_by_threads(compiler, monkeypatch):
+    grammars = [json_grammar(of(a=text(40, pattern=f"^[A-Za-z{more} ]{{1,30}}$"))) for more in "&-*"]
+    quick = [compiler.matcher(grammar) for grammar in grammars]
+    whole = [Walked(compiler, grammar) for grammar in grammars]
+    monkeypatch.setattr("inkcap.base.masks.SLOW_S", 0.0)
+    for token in (compiler.ids[piece] for piece in (b'{"', b"a", b'":"', b"A", b" the")):
+        masks = np.zeros((4, WORDS), np.uint32)
+        compiler.fill([*zip(quick, (2, 0, 3), strict=True)], masks)
+        for matcher, row, alone in zip(quick, (2, 0, 3), whole, strict=True):
+            assert (masks[row] == alone.mask()).all()
+            assert matcher.consume(token)
+            assert alone.inner.consume_token(token)
+        assert all(matcher.slow for matcher in quick)
+    assert [matcher.slow for matcher in quick] == [8 - 4] * 3
