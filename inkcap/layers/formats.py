@@ -61,7 +61,7 @@ def keeps_codes(device: torch.device) -> bool:
 def room_for_codes(shape: tuple[int, ...], held: Tensor | None, device: torch.device) -> Tensor:
     """Memory for bytes of codes [experts, rows, bytes], which decoding makes matrices in `held` of where it is given.
 
-    Those of an expert lie at the end of its matrix, for other memory would be new, and new memory costs half of loading.
+    Those of an expert lie at the end of its matrix: other memory would be new, and new memory costs half of loading.
     """
     if held is None:
         return torch.empty(shape, dtype=torch.uint8, device=device)

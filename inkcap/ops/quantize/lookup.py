@@ -18,7 +18,7 @@ PASS_BYTES = 1 << 15  # codes of one pass: their indices, the table and the outp
 TABLE_ENTRIES = 1 << 16
 T = TypeVar("T")
 WHOLE = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # an integer of so many bytes
-EIGHT = np.dtype(np.uint64)  # scales are repeated by multiplying words, not byte by byte
+FOUR_UPPER = np.uint64(0x0100_0100_0100_0100)  # times a byte: it is the upper one of four 16-bit numbers
 
 
 @ref.nvfp4_decode.implement("lookup", when=lambda device: device.type == "cpu")
@@ -40,7 +40,9 @@ def nvfp4_decode(
 
     def decode(part: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
         value, part_scales, part_codes, part_out = part
-        gather((exact * value).to(dtype), part_scales.view(torch.uint8), part_codes, part_out)
+        high = part_scales.view(torch.uint8)
+        table = (exact[: int(high.numpy().max()) + 1] * value).to(dtype)  # scales are positive: half of it at most
+        gather(table, high, part_codes, part_out)
 
     on_threads(decode, per_factor)
     return out
@@ -78,15 +80,14 @@ def gather(table: Tensor, scales: Tensor, codes: Tensor, out: Tensor) -> None:
     values = table.contiguous().view(torch.uint8).numpy().view(WHOLE[table.shape[-1] * table.element_size()]).ravel()
     low, high, target = codes.numpy(), scales.numpy(), out.view(torch.uint8).numpy().view(values.dtype)
     block = len(low) // len(high)  # codes under a scale: whole words
-    words = np.empty((PASS_BYTES // block, block // EIGHT.itemsize), EIGHT)
+    words = np.empty((PASS_BYTES // block, block // 4), np.uint64)  # of four indices
     indices = np.empty(PASS_BYTES, np.intp)  # what numpy would convert others to
     for start in range(0, len(low), PASS_BYTES):
         here = slice(start, min(start + PASS_BYTES, len(low)))
-        scale = high[start // block : here.stop // block]
+        scale = high[start // block : here.stop // block] * FOUR_UPPER
         for column in range(words.shape[1]):
-            np.multiply(scale, EIGHT.type(0x0101010101010101), out=words[: len(scale), column])
-        both = words[: len(scale)].view(np.uint8).ravel().astype(np.uint16)
-        both <<= 8
+            words[: len(scale), column] = scale
+        both = words[: len(scale)].view(np.uint16).ravel()
         both |= low[here]
         index = indices[: len(both)]
         np.copyto(index, both)
