@@ -40,11 +40,11 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-def config(path, *, memory_bytes=16 << 20, tp=1, prefix=True, deterministic=False, device="cpu", **sched):
+def config(path, *, memory_bytes=16 << 20, tp=1, prefix=True, deterministic=False, device="cpu", kv="auto", **sched):
     """An engine on one thread; in float32 on a CPU, in bfloat16 on a GPU."""
     base = EngineConfig(
         model=ModelConfig(path=str(path), device=device, threads=1, deterministic=deterministic),
-        cache=CacheConfig(memory_bytes=memory_bytes, prefix=prefix, keep_every=64),
+        cache=CacheConfig(memory_bytes=memory_bytes, prefix=prefix, keep_every=64, dtype=kv),
         sched=SchedConfig(**sched),
         server=ServerConfig(drain_seconds=0.0),
     )
