@@ -134,10 +134,10 @@ class Uncaptured:
 
     taken_bytes = 0
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device, self.stream = device, stream
 
-    def capture(self, work: Callable[[], None], *, ran: bool = False) -> SimpleNamespace:
+    def capture(self, work: Callable[[], None]) -> SimpleNamespace:
         """What replays `work` by doing it."""
         return SimpleNamespace(replay=work)
 
@@ -147,7 +147,7 @@ def same_bits_uncaptured(monkeypatch, make: Callable[[], Worker], wanted: list[G
     captured = make()
     found = run(captured, wanted, 1)
     assert run(captured, wanted, 1) == found
-    monkeypatch.setattr("inkcap.runner.worker.Recorder", Uncaptured)
+    monkeypatch.setattr("inkcap.runner.worker.DeviceRecorder", Uncaptured)
     uncaptured = make()
     assert uncaptured.graphs is not None
     assert run(uncaptured, wanted, 1) == found

@@ -96,6 +96,8 @@ def product_fixed(rows: Tensor, weight: Tensor) -> Tensor:
 @project_each.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
 def project_each_fixed(inputs: Sequence[Normed], weight: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     """`project_each` of the reference."""
+    if all(rows is inputs[0] for rows in inputs):
+        return project_fixed(inputs[0], weight).split_with_sizes(list(widths), 1)
     parts = weight.split_with_sizes(list(widths))
     return tuple(together(rows.tensor(), part, rows.dtype) for rows, part in zip(inputs, parts, strict=True))
 
