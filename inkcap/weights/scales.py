@@ -4,6 +4,8 @@ Asked before a model is built, so that a broken file costs no large allocation: 
 over the bytes of the block scales.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from inkcap.weights.stored import COMPANIONS
 
 E4M3_NAN = 0x7F  # bytes from here on are NaN or have the sign bit
 E8M0_NAN = 0xFF
+CHECKED_BYTES = 2 << 20  # at a time
 
 
 def check_scales(checkpoint: Checkpoint, name: str, stored: WeightFormat) -> None:
@@ -58,18 +61,23 @@ def _check_positive(checkpoint: Checkpoint, name: str, *, zero: bool) -> Tensor:
 def _check_bytes(checkpoint: Checkpoint, name: str, empty: Tensor | None) -> None:
     """No scale byte is NaN or negative; experts that are `empty` (their factor is 0) have no scale but 0."""
     found = checkpoint.stored(name)
-    buffer = torch.empty(1, *found.shape[1:], dtype=DTYPES[found.dtype])
-    raw = buffer.view(torch.uint8)
+    experts, *rest = found.shape
+    several = min(experts, max(1, CHECKED_BYTES // max(1, prod(rest))))
+    buffer = torch.empty(several, *rest, dtype=DTYPES[found.dtype])
     limit = E8M0_NAN if found.dtype == "U8" else E4M3_NAN
-    for expert in range(found.shape[0]):
-        everything = tuple(slice(0, size) for size in found.shape[1:])
-        checkpoint.read(name, (slice(expert, expert + 1), *everything), buffer)
-        largest = int(raw.numpy().max(initial=0))  # torch would wake its threads for each expert
-        if largest >= limit:
-            _, row, column = (raw >= limit).nonzero()[0].tolist()
-            kind = "NaN" if limit == E8M0_NAN or raw[0, row, column] in (0x7F, 0xFF) else "negative"
-            raise CheckpointMismatch(f"{name}[{expert}, {row}, {column}] is byte {int(raw[0, row, column])}, {kind}")
-        if empty is not None and empty[expert] and largest:
-            raise CheckpointMismatch(
-                f"expert {expert} has scales other than 0 in {name}, but its amax or scale2 is 0, which makes it all 0"
-            )
+    for first in range(0, experts, several):
+        some = buffer[: experts - first]
+        checkpoint.read(name, (slice(first, first + len(some)), *(slice(0, size) for size in rest)), some)
+        raw = some.view(torch.uint8)
+        # torch would wake its threads for each
+        for expert, largest in enumerate(raw.numpy().reshape(len(some), -1).max(1, initial=0).tolist()):
+            if largest >= limit:
+                row, column = (raw[expert] >= limit).nonzero()[0].tolist()
+                byte = int(raw[expert, row, column])
+                kind = "NaN" if limit == E8M0_NAN or byte in (0x7F, 0xFF) else "negative"
+                raise CheckpointMismatch(f"{name}[{first + expert}, {row}, {column}] is byte {byte}, {kind}")
+            if empty is not None and empty[first + expert] and largest:
+                raise CheckpointMismatch(
+                    f"expert {first + expert} has scales other than 0 in {name}, but its amax or scale2 is 0, which "
+                    f"makes it all 0"
+                )
