@@ -92,6 +92,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     rows: int  # sequences that run at once
     step_tokens: int  # tokens of one step
     dtype: str
+    cache_dtype: str  # of keys and values
     device: str
     family: str
     cache_groups: dict[str, int]  # blocks that each group would have if the whole cache were its own

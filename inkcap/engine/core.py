@@ -145,6 +145,7 @@ def build_core(config: EngineConfig, port: Port, executor: Executor, facts: Rank
         rows=sched.rows,
         step_tokens=sched.step_tokens,
         dtype=facts.dtype,
+        cache_dtype=facts.dtype if config.cache.dtype == "auto" else config.cache.dtype,
         device=facts.device,
         family=facts.family,
         cache_groups={group.name: facts.layout.most(group) for group in facts.layout.groups},

@@ -12,10 +12,10 @@ from pathlib import Path
 from inkcap.base.checkpoint import find_checkpoint, read_config
 from inkcap.base.errors import ConfigInvalid
 from inkcap.base.formats import WeightFormat
-from inkcap.cache.state import LayerState
+from inkcap.cache.state import ITEM_BYTES, LayerState
 from inkcap.models.families import TextConfig, expert_names, find_entry
 from inkcap.parallel.share import Place, Share, split, split_or_repeat
-from inkcap.weights.headers import ITEM_BYTES, Headers
+from inkcap.weights.headers import Headers
 from inkcap.weights.stored import find_formats
 
 TP_SIZES = (1, 2, 4, 8, 16)
@@ -77,7 +77,8 @@ SPREAD = (  # what a tensor's name contains, and the units of which ranks have s
     ("attn.o_proj", "query"),
 )
 BLOCKS = {WeightFormat.NVFP4: 16, WeightFormat.NVFP4_SCALE2: 16, WeightFormat.MXFP8: 32}  # columns under one scale
-DTYPE = "bfloat16"  # of the cache
+DTYPE = "bfloat16"  # of state, but for keys and values in codes
+CACHE_DTYPES = {"auto": None, "bf16": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,11 @@ class Report:
     sizes: list[OneSize]
 
 
-def inspect(directory: Path) -> Report:
-    """Read a checkpoint's headers. Raises CheckpointUnreadable and CheckpointMismatch."""
+def inspect(directory: Path, kv_dtype: str | None = None) -> Report:
+    """Read a checkpoint's headers; keys and values are cached in bfloat16, or in `kv_dtype`.
+
+    Raises CheckpointUnreadable and CheckpointMismatch.
+    """
     declared = read_config(directory)
     entry = find_entry(declared)
     config = entry.generation.read(declared)
@@ -134,7 +138,7 @@ def inspect(directory: Path) -> Report:
         kind, size = kind_of(name), found.stop - found.start
         class_bytes[kind] = class_bytes.get(kind, 0) + size
         dtype_bytes[found.dtype] = dtype_bytes.get(found.dtype, 0) + size
-    states = config.states(Rank(0, 1), DTYPE)
+    states = config.states(Rank(0, 1), DTYPE, kv_dtype)
     grows, fixed = state_bytes(states)
     return Report(
         architecture=entry.architecture,
@@ -147,7 +151,7 @@ def inspect(directory: Path) -> Report:
         dtype_bytes=dtype_bytes,
         token_bytes=grows,
         sequence_bytes=fixed,
-        sizes=[one_size(checkpoint, config, stored, tp) for tp in TP_SIZES],
+        sizes=[one_size(checkpoint, config, stored, tp, kv_dtype) for tp in TP_SIZES],
     )
 
 
@@ -160,7 +164,7 @@ def state_bytes(states: Iterable[LayerState]) -> tuple[int, int]:
     """Bytes per token of context, and bytes of a sequence's windows once they are full."""
     grows = fixed = 0
     for state in states:
-        width = sum(prod(plane.shape) for plane in state.planes) * ITEM_BYTES["BF16"]
+        width = sum(prod(plane.shape) * ITEM_BYTES[plane.dtype] for plane in state.planes)
         if state.window is None:
             grows += width
         else:
@@ -168,7 +172,9 @@ def state_bytes(states: Iterable[LayerState]) -> tuple[int, int]:
     return grows, fixed
 
 
-def one_size(checkpoint: Headers, config: TextConfig, stored: Mapping[str, WeightFormat], tp: int) -> OneSize:
+def one_size(
+    checkpoint: Headers, config: TextConfig, stored: Mapping[str, WeightFormat], tp: int, kv_dtype: str | None
+) -> OneSize:
     """What the first of `tp` ranks holds, with weights as they are stored."""
     place, total = Rank(0, tp), 0
     try:
@@ -179,7 +185,7 @@ def one_size(checkpoint: Headers, config: TextConfig, stored: Mapping[str, Weigh
             if kind_of(name) not in NOT_LOADED:
                 found, share = checkpoint.stored(name), share_of(name, config, place)
                 total += (found.stop - found.start) * share.count // share.whole
-        return OneSize(tp, total, state_bytes(config.states(place, DTYPE))[0])
+        return OneSize(tp, total, state_bytes(config.states(place, DTYPE, kv_dtype))[0])
     except ConfigInvalid as error:
         return OneSize(tp, 0, 0, str(error))
 
@@ -245,9 +251,10 @@ def ranges(numbers: list[int]) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     parser.add_argument("model", help="a directory or a hub id that is in the local cache")
+    parser.add_argument("--kv-cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report of one checkpoint."""
-    print(render(inspect(find_checkpoint(arguments.model))))
+    print(render(inspect(find_checkpoint(arguments.model), CACHE_DTYPES[arguments.kv_cache_dtype])))
     return 0

@@ -97,6 +97,10 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
                 numerics=numerics,
                 kv_dtype=kv_dtype,
             )
+    if kv_dtype is not None and progress:
+        logger.info(
+            "keys and values are cached as E4M3, with a power of two a head from the weights: none can saturate"
+        )
     rules = token_rules(model.vocab_size, read_eos_ids(directory))
     return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler.result())
 

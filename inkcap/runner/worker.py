@@ -142,6 +142,7 @@ class Worker:
             rows=self.table.rows,
             step_tokens=self.config.sched.step_tokens,
             dtype=self.dtype,
+            cache_dtype=self.dtype if self.config.cache.dtype == "auto" else self.config.cache.dtype,
             device=str(self.device),
             family=self.model.family,
             cache_groups=self.memory.blocks,

@@ -141,6 +141,7 @@ class Metrics:
         if info is not None:
             facts = {f"blocks_{group}": str(blocks) for group, blocks in sorted(info.cache_groups.items())}
             facts |= {"max_model_len": str(info.max_length), "max_num_seqs": str(info.rows), "dtype": info.dtype}
+            facts["cache_dtype"] = info.cache_dtype
             yield from family(gauge, "cache_config_info", "Facts of the cache.", [("," + labelled(facts), 1)])
         for name, meaning, value in (
             ("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens),

@@ -94,7 +94,7 @@ def facts(info: EngineInfo) -> str:
     blocks = ", ".join(f"{count} {group}" for group, count in sorted(info.cache_groups.items()))
     return (
         f"{info.family} in {info.dtype} on {info.device}, context {info.max_length:,} tokens, {info.rows} rows, "
-        f"cache blocks up to {blocks}"
+        f"cache in {info.cache_dtype}, blocks up to {blocks}"
     )
 
 

@@ -12,6 +12,7 @@ INFO = EngineInfo(
     rows=8,
     step_tokens=512,
     dtype="float32",
+    cache_dtype="float32",
     device="cpu",
     family="inkling",
     cache_groups={},

@@ -75,6 +75,7 @@ def test_the_published_small_model(tmp_path):
         8_153_726_976 + 905_969_664 + 360_972_288 + 9_043_968 + 48 * 16 * 1024 * 2
     )
     assert report.token_bytes == 32_768
+    assert inspect(tmp_path, "float8_e4m3fn").token_bytes == 16_384
     assert report.sequence_bytes == 160 * 2**20 + 48 * 4 * (1024 + 1024 + 4608 + 4608) * 2
     assert [size.reason is None for size in report.sizes] == [True, True, True, True, False]
     by_tp = {size.tp: size for size in report.sizes}
@@ -93,6 +94,7 @@ def test_the_published_mini_model(tmp_path):
     assert report.class_bytes["message gates"] == 56_623_104
     assert report.dtype_bytes["F32"] == 991_392
     assert report.token_bytes == 32_768
+    assert inspect(tmp_path, "float8_e4m3fn").token_bytes == 16_384
     assert "24 layers, visited 48 times in all" in render(report)
 
 

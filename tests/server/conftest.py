@@ -106,6 +106,7 @@ class FakeEngine:
             rows=64,
             step_tokens=2048,
             dtype="float32",
+            cache_dtype="float32",
             device="cpu",
             family="inkling",
             cache_groups={"full": 100, "window": 50},
