@@ -57,9 +57,9 @@ class Replays(Protocol):
 
 
 class Recorder(Protocol):
-    """Takes work, one piece after another."""
+    """Takes work, one piece after another; `known`: work made of pieces that came before."""
 
-    def capture(self, work: Callable[[], None]) -> Replays: ...
+    def capture(self, work: Callable[[], None], *, known: bool = False) -> Replays: ...
 
 
 class Rehearsal:
@@ -69,10 +69,11 @@ class Rehearsal:
         self.stream = stream
         stream.wait_stream(torch.cuda.current_stream())
 
-    def capture(self, work: Callable[[], None]) -> Replays:
-        """Run `work`; nothing is captured."""
-        with torch.cuda.stream(self.stream):
-            work()
+    def capture(self, work: Callable[[], None], *, known: bool = False) -> Replays:
+        """Run `work` unless it is `known`; nothing is captured."""
+        if not known:
+            with torch.cuda.stream(self.stream):
+                work()
         return self
 
     def replay(self) -> None:
@@ -87,7 +88,7 @@ class DeviceRecorder:
         self.pool = torch.cuda.graph_pool_handle()
         self.free_bytes = torch.cuda.mem_get_info(device)[0]
 
-    def capture(self, work: Callable[[], None]) -> Replays:
+    def capture(self, work: Callable[[], None], *, known: bool = False) -> Replays:
         """Capture `work`, which does not run."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
@@ -146,7 +147,7 @@ class Graphs:
                     self.draws[size, limited] = recorder.capture(partial(self._draw, size, limited))
                 for bound in reversed(self.bounds):
                     self.forwards[size, bound] = recorder.capture(partial(self._show, size, bound))
-                    self.wholes[size, bound] = recorder.capture(partial(self._whole, size, bound))
+                    self.wholes[size, bound] = recorder.capture(partial(self._whole, size, bound), known=True)
 
     def __len__(self) -> int:
         """Graphs captured."""

@@ -113,6 +113,7 @@ class Worker:
         gpu = self.device.type == "cuda"
         if gpu:
             torch.cuda.set_device(self.device)
+            logger.info("preparing steps; kernels that Triton's cache lacks are compiled, which takes a minute once")
             with compiled_ahead(self.device):
                 measure_step(config, model, self.device)
         step_bytes = measure_step(config, model, self.device) if gpu else 0

@@ -36,7 +36,7 @@ class Rerun:
 class Reruns:
     """Stands for the recorder of a device."""
 
-    def capture(self, work):
+    def capture(self, work, *, known=False):
         work()
         return Rerun(work)
 
