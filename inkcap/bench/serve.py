@@ -39,6 +39,7 @@ class Load:
     concurrency: int = 64
     warmup: int = 1  # requests before the clock starts, with texts of their own
     temperature: float = 1.0
+    extra_body: dict[str, object] = field(default_factory=dict)  # of every request
     seed: int = 0
     timeout_s: float = 600.0
 
@@ -68,6 +69,7 @@ class Conversation:
                 "temperature": self.load.temperature,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **self.load.extra_body,
             }
         )
 
@@ -271,6 +273,14 @@ def lengths(text: str) -> Lengths:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def fields(text: str) -> dict[str, object]:
+    """For argparse."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON object: {error}") from None
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -306,6 +316,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="trace: JSON lines with arrival times")
     parser.add_argument("--speed", type=above_zero, default=1.0, help="trace: of its clock; 2 is twice the load")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--extra-body", type=fields, default={}, metavar="JSON", help="fields of every request")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--timeout", type=float, default=600.0, dest="timeout_s", help="seconds for one request")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write figures of every request")

@@ -45,6 +45,17 @@ def test_figures_of_a_run(site, engine, text_answer, api):
     assert engine.open == {}
 
 
+def test_fields_of_every_request(site, engine, text_answer):
+    text_answer(" word")
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    words = ["--url", site.url, "--requests", "3", "--warmup", "0", "--extra-body", '{"presence_penalty": 0.5}']
+    assert asyncio.run(drive(load_of(parser.parse_args(words))))["failed"] == 0
+    assert [request.params.presence_penalty for request in engine.requests] == [0.5] * 3
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--extra-body", "[1]"])
+
+
 def test_an_end_of_turn_does_not_shorten_an_answer(site, engine, tokenizer):
     ids = [*tokenizer.encode_text("a b"), END_TURN]
     engine.answer = lambda _: iter(ids * 100)
