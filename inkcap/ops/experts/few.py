@@ -292,6 +292,12 @@ def suits(w: Weights, tokens: int) -> bool:
     return tokens <= FEW and w.shape[2] > DENSE_LONG
 
 
+def cut_of(w: Weights) -> Cut:
+    """How products with w are cut."""
+    bits, length = w.bits if isinstance(w, Coded) else 16, w.shape[2]
+    return CUTS[bits, length > (DENSE_LONG if bits == 16 else LONG)]
+
+
 def grouped_few(
     x: Tensor,
     w: Weights,
@@ -308,7 +314,7 @@ def grouped_few(
     _, rows, length = w.shape
     on = pdl.supported(x.device)
     bits, stores = (w.bits, stored(w)) if isinstance(w, Coded) else (16, (w, w, w))
-    cut = cut or CUTS[bits, length > (DENSE_LONG if bits == 16 else LONG)]
+    cut = cut or cut_of(w)
     own = length * bits // 32 // cut.slices
     words = cut.words if own % cut.words == 0 else min(cut.words, 16)  # so that no step is cut
     columns = max(16, min(cut.rows, triton.next_power_of_2(rows)))

@@ -5,6 +5,8 @@ The gated products are not rounded before the activation, and one token's produc
 token is normed without rounding the normed row. Else everything rounds where the references do.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -14,7 +16,7 @@ from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
 from inkcap.ops.experts.coded_many import coded_width_of, grouped_coded, stored
 from inkcap.ops.experts.coded_row import coded_chunks, down_row_coded, down_row_joined, up_row_coded
-from inkcap.ops.experts.few import FEW, NARROW, grouped_few, suits
+from inkcap.ops.experts.few import FEW, NARROW, cut_of, grouped_few, suits
 from inkcap.ops.experts.group import tiles, width_of
 from inkcap.ops.experts.many import Also, combine_kernel, grouped
 from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up, routed_down, routed_settle, routed_up
@@ -124,7 +126,10 @@ def fixed_products(
     """`products_of` by one kernel for any number of tokens, in which a use's sums depend on nothing but itself."""
     tokens, number = len(route.choice), route.choice.numel()
     uses = route if tokens <= FEW else tiles(route, len(w), NARROW if number <= NARROW * len(w) else FEW)
-    return grouped_few(x, w, uses, share, out, paired=paired, caps=caps, also=also)
+    cut = cut_of(w)
+    if tokens == 1 and cut.slices > 1:
+        cut = replace(cut, rows=16)  # more programs
+    return grouped_few(x, w, uses, share, out, paired=paired, caps=caps, also=also, cut=cut)
 
 
 def down(
