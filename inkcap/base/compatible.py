@@ -162,6 +162,7 @@ FLAGS: list[Flag] = [
     *_several("--optimization-level -O", "1", refused(f"{CHOSEN}; leave it out"), "refused"),
     *_several("--cpu-offload-gb --swap-space", "1", only(("0", "0.0"), "weights are not moved out of the device"), "0"),
     *_several("--enforce-eager", None, sets("model.graphs", False), "--no-cuda-graphs"),
+    *_several("--calculate-kv-scales", None, idle("scales of an fp8 cache are made of the weights"), "does nothing"),
     *_several("--kv-cache-memory-bytes", "1", sets("cache.memory_bytes"), "--cache-memory"),
     *_several("--enable-prefix-caching", None, sets("cache.prefix", True), "--prefix-caching"),
     *_several("--no-enable-prefix-caching", None, sets("cache.prefix", False), "--no-prefix-caching"),

@@ -99,6 +99,12 @@ class CacheConfig:
         flag="--kv-cache-dtype",
         check="cache dtype",
     )
+    scales: str | None = option(
+        None,
+        "JSON file with scales of an fp8 cache, by name (layers.0.attention.v_scale: a number, or one a kv head), in "
+        "place of those made of the weights; larger numbers than 448 times a scale saturate",
+        flag="--kv-cache-scales",
+    )
     prefix: bool = option(True, "reuse state between requests", flag="--prefix-caching")
     keep_every: int = option(
         1024, "distance between the boundaries a later request may resume from", check="grains", unit="tokens"

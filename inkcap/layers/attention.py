@@ -47,6 +47,13 @@ def empty_codes(heads: int, device: torch.device) -> CodeScales:
     return CodeScales(*(torch.empty(heads, dtype=torch.float32, device=device) for _ in "kv"))
 
 
+def code_slots(codes: CodeScales | None, kv: Share) -> dict[str, Slot]:
+    """`k_scale` and `v_scale` [kv heads], where there are codes."""
+    if codes is None:
+        return {}
+    return {f"{name}_scale": Slot(scale, (kv.whole,), 0, kv.start) for name, scale in (("k", codes.k), ("v", codes.v))}
+
+
 def power_for(bound: Tensor) -> Tensor:
     """The smallest powers of two by which numbers up to `bound`, fp32, are divided to fit codes.
 

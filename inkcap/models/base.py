@@ -21,6 +21,10 @@ class Model(Protocol):
         """Every tensor of a checkpoint the model wants, by the model's own names, with this rank's part of it."""
         ...
 
+    def code_slots(self) -> dict[str, Slot]:
+        """Scales of the cache's codes, if it has codes; made by `unpack`, to be replaced before the first step."""
+        ...
+
     def unpack(self) -> None:
         """Called once all slots are filled: decode what is stored in codes, where ops want it decoded."""
         ...

@@ -19,6 +19,7 @@ from inkcap.base.sampling import token_rules
 from inkcap.models.registry import load_model
 from inkcap.parallel.comm import Comm
 from inkcap.runner.worker import Worker
+from inkcap.weights.kv_scales import read_kv_scales
 
 OLDEST = (8, 0)  # compute capability
 MEASURED = 9  # major number of the generation that kernels were tuned on
@@ -59,7 +60,7 @@ def dtype_for(config: EngineConfig, device: torch.device) -> torch.dtype:
 def kv_dtype_for(config: EngineConfig, dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of cached keys and values; None where it is the model's, `dtype`.
 
-    Raises ConfigInvalid when a BF16 cache is asked for and the model has another dtype.
+    Raises ConfigInvalid when a BF16 cache is asked for and the model has another dtype, or scales without codes.
     """
     wanted = config.cache.dtype
     if wanted == "bf16" and dtype is not torch.bfloat16:
@@ -67,6 +68,8 @@ def kv_dtype_for(config: EngineConfig, dtype: torch.dtype) -> torch.dtype | None
             f"cache.dtype = bf16 needs a model in bfloat16, and this one runs in {str(dtype).removeprefix('torch.')}; "
             f"set model.dtype = bfloat16, or cache.dtype = auto or fp8"
         )
+    if config.cache.scales is not None and not wanted.startswith("fp8"):
+        raise ConfigInvalid(f"cache.scales needs cache.dtype = fp8; it is {wanted}")
     return torch.float8_e4m3fn if wanted.startswith("fp8") else None
 
 
@@ -97,10 +100,13 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
                 numerics=numerics,
                 kv_dtype=kv_dtype,
             )
-    if kv_dtype is not None and progress:
-        logger.info(
-            "keys and values are cached as E4M3, with a power of two a head from the weights: none can saturate"
-        )
+    if kv_dtype is not None:
+        origin = "made of the weights, so that none can saturate"
+        if config.cache.scales is not None:
+            count = read_kv_scales(Path(config.cache.scales), model.code_slots())
+            origin = f"{count} of {len(model.code_slots())} from {config.cache.scales}; numbers beyond them saturate"
+        if progress:
+            logger.info("keys and values are cached as E4M3, with a power of two a head: %s", origin)
     rules = token_rules(model.vocab_size, read_eos_ids(directory))
     return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler.result())
 

@@ -1,5 +1,7 @@
 """A cache of codes (cache.dtype = fp8) in engines of both generations: what it changes, and what it must not change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import config
@@ -111,3 +113,33 @@ def test_a_bf16_cache_needs_a_bf16_model(checkpoint):
         ConfigInvalid, match=r"cache\.dtype = bf16 needs a model in bfloat16, and this one runs in float32"
     ):
         LLM(config(checkpoint, kv="bf16"), skip_tokenizer_init=True)
+
+
+def test_no_key_or_value_saturates(checkpoint):
+    """Inputs that are made to: a normed row along each channel's weights gives its largest value."""
+    model = load_model(
+        checkpoint, comm=Comm.alone(), dtype=torch.float32, device=CPU, progress=False, kv_dtype=torch.float8_e4m3fn
+    )
+    for layer in model.layers:
+        attention, norm = layer.attention, layer.attn_norm.weight
+        weight = attention.qkvr.slots()["v.weight"].target * norm
+        rows = (
+            weight / weight.norm(dim=1, keepdim=True) * len(norm) ** 0.5
+        )  # of length sqrt(C), before the norm's weight
+        largest = (rows @ weight.t()).diagonal() * (1 + attention.v_sconv.taps.abs().sum(1))
+        used = largest.view(-1, attention.heads.size).amax(1) / attention.codes.v / 448
+        assert ((used < 1) & (used > 0.48)).all()
+        key = attention.heads.size**0.5 * attention.k_norm.weight.abs().max() / attention.codes.k / 448
+        assert ((key < 1) & (key > 0.48)).all()
+
+
+def test_scales_from_a_file(checkpoint, tmp_path):
+    """A scale that is far too small saturates, and says so before it runs."""
+    path = tmp_path / "scales.json"
+    path.write_text('{"layers.1.attention.v_scale": 1e-6}')
+    settings = config(checkpoint, kv="fp8")
+    with LLM(replace(settings, cache=replace(settings.cache, scales=str(path))), skip_tokenizer_init=True) as llm:
+        small = numbers(llm.generate(PROMPTS[:1], [WISH], use_tqdm=False))
+    assert small != numbers(ask(checkpoint, PROMPTS[:1], kv="fp8"))
+    with pytest.raises(ConfigInvalid, match=r"cache\.scales needs cache\.dtype = fp8; it is auto"):
+        LLM(replace(settings, cache=replace(settings.cache, scales=str(path), dtype="auto")), skip_tokenizer_init=True)

@@ -7,7 +7,7 @@ from steps import World
 
 from inkcap.base.errors import ConfigInvalid
 from inkcap.cache.state import LayerState, Plane
-from inkcap.layers.attention import Heads, RelBias, attend
+from inkcap.layers.attention import Heads, RelBias, attend, power_for
 from inkcap.ops.values import Scores
 from inkcap.parallel.share import Share
 
@@ -47,6 +47,14 @@ def test_heads_of_all_ranks_are_those_of_one(size, gated):
             weights = torch.cat([logits, sinks[p, h : h + 1]]).softmax(0)[:-1] if gated else logits.softmax(0)
             want = weights @ v[: p + 1, h // 4] * (gate[p, h].sigmoid() if gated else 1.0)
             torch.testing.assert_close(got[p, h], want, rtol=1e-4, atol=1e-5)
+
+
+def test_powers_for_bounds():
+    """The bound, and what rounding may add, fits; with half the power it would not."""
+    bounds = torch.tensor([1e-3, 0.999, 1.0, 11.3, 22.6, 448 / 1.02, 448.0, 9e4])
+    powers = power_for(bounds)
+    assert ((bounds * 1.02 / powers <= 448 * (1 + 1e-6)) & (bounds * 1.02 / powers > 224)).all()
+    assert torch.equal(torch.frexp(powers).mantissa, torch.full_like(powers, 0.5))
 
 
 def test_shares_of_heads():

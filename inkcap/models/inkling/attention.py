@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from inkcap.layers.attention import Heads, RelBias, attend, empty_codes, power_for
+from inkcap.layers.attention import Heads, RelBias, attend, code_slots, empty_codes, power_for
 from inkcap.layers.batch import Batch
 from inkcap.layers.linear import Columns, prefixed
 from inkcap.layers.norm import RMSNorm
@@ -57,6 +57,10 @@ class Attention:
             **prefixed("k_norm", self.k_norm.slots()),
             **prefixed("rel", self.bias.slots()),
         }
+
+    def code_slots(self) -> dict[str, Slot]:
+        """`k_scale` and `v_scale` [kv heads], where keys and values are cached as codes."""
+        return code_slots(self.codes, self.heads.kv)
 
     def bound_codes(self, norm: Tensor) -> None:
         """Make scales by which no key and no value saturates, whatever the input; `norm` [C]: of the rows to come.

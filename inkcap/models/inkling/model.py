@@ -137,6 +137,11 @@ class Inkling:
             **prefixed("head", self.output.slots()),
         }
 
+    def code_slots(self) -> dict[str, Slot]:
+        """Scales of the cache's codes, `layers.N.attention.{k,v}_scale`, which `unpack` makes."""
+        layers = {f"layers.{n}.attention": layer.attention.code_slots() for n, layer in enumerate(self.layers)}
+        return {key: slot for name, slots in layers.items() for key, slot in prefixed(name, slots).items()}
+
     def unpack(self) -> None:
         """Decode what is stored in codes, layer by layer."""
         for layer in self.layers:

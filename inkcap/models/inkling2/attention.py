@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inkcap.layers.attention import Heads, RelBias, attend, empty_codes, power_for
+from inkcap.layers.attention import Heads, RelBias, attend, code_slots, empty_codes, power_for
 from inkcap.layers.batch import Batch
 from inkcap.layers.blockstream import Inputs
 from inkcap.layers.linear import Columns, prefixed
@@ -142,6 +142,10 @@ class Attention:
             **self.scales.slots(),
             **prefixed("rel", self.bias.slots()),
         }
+
+    def code_slots(self) -> dict[str, Slot]:
+        """`k_scale` and `v_scale` [kv heads], where keys and values are cached as codes."""
+        return code_slots(self.codes, self.geometry.heads.kv)
 
     def __call__(self, inputs: Inputs, batch: Batch) -> Tensor:
         """One normed input [T, C], or three, to gated heads [T, this rank's heads * D]."""

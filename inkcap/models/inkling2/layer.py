@@ -47,6 +47,10 @@ class DecoderLayer:
             **prefixed("mlp_sconv", self.mlp_sconv.slots()),
         }
 
+    def code_slots(self) -> dict[str, Slot]:
+        """Scales of the cache's codes."""
+        return self.attention.code_slots()
+
     def unpack(self) -> None:
         """Decode what is stored in codes."""
         self.mlp.routed.unpack()
@@ -76,6 +80,10 @@ class LoopedLayer:
     def slots(self) -> dict[str, Slot]:
         """Those of the layer, and `gates`."""
         return {**self.layer.slots(), **prefixed("gates", self.gates.slots())}
+
+    def code_slots(self) -> dict[str, Slot]:
+        """Scales of the cache's codes."""
+        return self.layer.code_slots()
 
     def unpack(self) -> None:
         """Decode what is stored in codes."""

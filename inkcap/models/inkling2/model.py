@@ -159,6 +159,11 @@ class Inkling2:
             **prefixed("head", self.output.slots()),
         }
 
+    def code_slots(self) -> dict[str, Slot]:
+        """Scales of the cache's codes, `layers.N.attention.{k,v}_scale`; the visits of a layer share them."""
+        layers = {f"layers.{n}.attention": layer.code_slots() for n, layer in enumerate(self.layers)}
+        return {key: slot for name, slots in layers.items() for key, slot in prefixed(name, slots).items()}
+
     def unpack(self) -> None:
         """Decode what is stored in codes, layer by layer."""
         for layer in self.layers:
