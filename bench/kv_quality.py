@@ -8,38 +8,45 @@ logits of the last `--positions` tokens before each length, every token being gi
 the same most likely word, Kullback-Leibler divergence in nats, and differences of logits. Weights of `--shape` are
 random; there `--sharpness` sets the spread of attention's scores, since flat attention averages errors away, and tokens
 are random too. A checkpoint's demo of this repository is no better: figures of a trained model need its checkpoint.
-Results are JSON lines, also appended to `--out`.
+Results are JSON lines, also appended to `--out`; the last ones say how much of the codes' range keys and values used.
+
+`--scales-out FILE` writes scales measured on these tokens for `inkcap serve --kv-cache-scales FILE`: the largest number
+of each head times `--room`, divided by the largest code. The default, bounds from the weights, needs no such file.
 """
 
 import argparse
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from random import Random
+from typing import TextIO
 
 import torch
 from rank import engine_of, facts, generate
 from shapes import SHAPES, make_model
 from torch import Tensor
 
-from inkcap.base.checkpoint import find_checkpoint
+from inkcap.base.checkpoint import find_checkpoint, read_config
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
 from inkcap.base.log import start_logging
 from inkcap.base.request import SamplingParams
 from inkcap.layers.batch import Batch
 from inkcap.models.base import Model
 from inkcap.models.inkling.model import Inkling
+from inkcap.models.inkling2.config import Inkling2Config
 from inkcap.models.registry import load_model
-from inkcap.ops.dispatch import bind
+from inkcap.ops.attn_prep.ref import LARGEST, attn_prep, attn_prep_clip
+from inkcap.ops.dispatch import Op, bind
 from inkcap.parallel.comm import Comm
 
 FP8 = torch.float8_e4m3fn
 
 
 class Tapped:
-    """A model whose hidden states of some positions are kept."""
+    """A model whose hidden states of some positions are kept; `watched` is entered while it runs."""
 
-    def __init__(self, model: Model, wanted: list[range]) -> None:
-        self.inner, self.wanted = model, wanted
+    def __init__(self, model: Model, wanted: list[range], watched: AbstractContextManager[object]) -> None:
+        self.inner, self.wanted, self.watched = model, wanted, watched
         self.family, self.vocab_size = model.family, model.vocab_size
         self.max_length, self.states = model.max_length, model.states
         self.head, self.slots, self.unpack = model.head, model.slots, model.unpack
@@ -47,7 +54,8 @@ class Tapped:
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, D]."""
-        hidden = self.inner.forward(batch)
+        with self.watched:
+            hidden = self.inner.forward(batch)
         _, stop, _, first = batch.packing.spans[0]
         for wanted in self.wanted:
             for position in range(max(wanted.start, first), min(wanted.stop, first + stop)):
@@ -83,7 +91,13 @@ def build(args: argparse.Namespace, device: torch.device, kv_dtype: torch.dtype 
 
 
 def run(
-    model: Model, tokens: list[int], wanted: list[range], chunk: int, device: torch.device, memory: int | None
+    model: Model,
+    tokens: list[int],
+    wanted: list[range],
+    chunk: int,
+    device: torch.device,
+    memory: int | None,
+    watched: AbstractContextManager[object] | None = None,
 ) -> list[Tensor]:
     """Logits [positions, words] in fp32 of each range of positions."""
     config = EngineConfig(
@@ -91,11 +105,48 @@ def run(
         cache=CacheConfig(prefix=False, memory_bytes=memory),
         sched=SchedConfig(rows=1, step_tokens=chunk, chunk=chunk),
     )
-    tapped = Tapped(model, wanted)
+    tapped = Tapped(model, wanted, watched or nullcontext())
     with engine_of(config, tapped, device) as engine:
         generate(engine, [tokens], 1, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None))
     with torch.inference_mode():
         return [model.head(torch.stack([tapped.kept[position] for position in each])) for each in wanted]
+
+
+class Largest:
+    """The largest keys and values of each head and layer that an op returns, while it is watched."""
+
+    def __init__(self, op: Op[..., tuple[Tensor, ...]], layers: list[int]) -> None:
+        self.op, self.layers, self.calls = op, layers, 0  # layers: of each visit
+        self.found: dict[str, Tensor] = {}
+
+    def __enter__(self) -> "Largest":
+        self.plain, self.op.function = self.op.function, self.call
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.op.function = self.plain
+
+    def call(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+        """The op."""
+        made = self.plain(*args, **kwargs)
+        layer = self.layers[self.calls % len(self.layers)]
+        self.calls += 1
+        for name, x in zip("kv", made[1:3], strict=True):
+            largest = x.abs().float().amax((0, 2))
+            key = f"layers.{layer}.attention.{name}_scale"
+            self.found[key] = torch.maximum(largest, self.found.get(key, largest))
+        return made
+
+
+def layers_of(model: Model, args: argparse.Namespace) -> list[int]:
+    """The layer of each visit."""
+    if isinstance(model, Inkling):
+        return list(range(len(model.layers)))
+    if args.model is None:
+        shape = SHAPES[args.shape]
+    else:
+        shape = Inkling2Config.from_json(read_config(find_checkpoint(args.model)))
+    return [layer for layer, _ in shape.visits()]
 
 
 def compare(found: Tensor, wanted: Tensor) -> dict[str, object]:
@@ -127,6 +178,8 @@ def main() -> None:
     parser.add_argument("--other-chunk", type=int, default=6144)
     parser.add_argument("--sharpness", type=float, default=3.0)
     parser.add_argument("--cache-memory", type=int, help="bytes")
+    parser.add_argument("--scales-out", type=Path)
+    parser.add_argument("--room", type=float, default=8.0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kv_quality.jsonl")
     args = parser.parse_args()
     start_logging("bench", "warning")
@@ -137,11 +190,16 @@ def main() -> None:
     model = build(args, device, None)
     random = Random(1)
     tokens = random.choices(range(model.vocab_size), k=lengths[-1])
-    plain = run(model, tokens, wanted, args.chunk, device, args.cache_memory)
+    largest = Largest(attn_prep if isinstance(model, Inkling) else attn_prep_clip, layers_of(model, args))
+    plain = run(model, tokens, wanted, args.chunk, device, args.cache_memory, largest)
     others = {"same cache, other chunks": run(model, tokens, wanted, args.other_chunk, device, args.cache_memory)}
     del model
     coded = build(args, device, FP8)
     others["fp8"] = run(coded, tokens, wanted, args.chunk, device, args.cache_memory)
+    used = {name: largest.found[name] / slot.target / LARGEST for name, slot in coded.code_slots().items()}
+    if args.scales_out is not None:
+        measured = {name: (each * args.room / LARGEST).tolist() for name, each in largest.found.items()}
+        args.scales_out.write_text(json.dumps(measured, indent=1) + "\n")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as file:
         for name, logits in others.items():
@@ -156,9 +214,27 @@ def main() -> None:
                     **({} if args.model else {"weights": args.weights, "sharpness": args.sharpness}),
                     **facts(device),
                 }
-                line = json.dumps(result)
-                print(line, flush=True)
-                file.write(line + "\n")
+                record(file, result)
+        for name, whole in (("k", "keys"), ("v", "values")):
+            shares = torch.cat([share for key, share in used.items() if key.endswith(f"{name}_scale")])
+            record(
+                file,
+                {
+                    "bench": "kv_quality",
+                    "model": args.model or args.shape,
+                    "range_used_by": whole,
+                    "least": round(shares.min().item(), 5),
+                    "median": round(shares.median().item(), 5),
+                    "most": round(shares.max().item(), 5),
+                    "tokens": lengths[-1],
+                },
+            )
+
+
+def record(file: TextIO, result: dict[str, object]) -> None:
+    line = json.dumps(result)
+    print(line, flush=True)
+    file.write(line + "\n")
 
 
 if __name__ == "__main__":
