@@ -1,13 +1,12 @@
 """Routes whose JSON bodies are parsed strictly: UTF-8 only, no NaN or Infinity, bounded depth and size.
 
 Parsing holds the interpreter, and with it every stream. So large bodies are counted first and then parsed in pieces,
-between which others get their turn; and of requests that come together only a few begin in one round of the loop.
+between which others get their turn.
 """
 
 import asyncio
 import gc
 import re
-from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ VALUE_BYTES = 8  # that a value counts for besides its own
 # Of larger bodies, counted in their text, also inside strings. Code or JSON of a million tokens has less, and a prompt
 # of a million ids nearly all of the commas.
 MOST = {b"[": 120_000, b"{": 120_000, b'"': 400_000, b",": 1_100_000}
-BEGIN_AT_ONCE = 4  # requests in one round of the event loop
 
 _FIRST = re.compile(rb"[ \t\r\n]*([\[{])")
 _anything = msgspec.json.Decoder()
@@ -109,36 +107,6 @@ class Pieces:
         return values
 
 
-class Turnstile:
-    """Lets requests begin, a few in one round of the event loop, so that a crowd holds up no stream."""
-
-    def __init__(self) -> None:
-        self.begun = 0  # in this round
-        self.waiting: deque[asyncio.Future[None]] = deque()
-
-    async def enter(self) -> None:
-        """Wait for a turn."""
-        loop = asyncio.get_running_loop()
-        if not self.begun:
-            loop.call_soon(self.next_round)
-        if self.begun < BEGIN_AT_ONCE:
-            self.begun += 1
-            return
-        turn = loop.create_future()
-        self.waiting.append(turn)
-        await turn
-
-    def next_round(self) -> None:
-        self.begun = 0
-        while self.waiting and self.begun < BEGIN_AT_ONCE:
-            turn = self.waiting.popleft()
-            if not turn.done():  # its client is still there
-                turn.set_result(None)
-                self.begun += 1
-        if self.begun:
-            asyncio.get_running_loop().call_soon(self.next_round)
-
-
 class JsonRequest(Request):
     """A request whose `json()` answers 400 for what is no JSON. `size` is the body's, in bytes, once it is read."""
 
@@ -173,8 +141,6 @@ class JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            if request.method == "POST":
-                await request.app.state.service.turnstile.enter()
             return await handler(JsonRequest(request.scope, request.receive))
 
         return handle

@@ -19,7 +19,6 @@ from inkcap.chat.replay import Replays
 from inkcap.chat.tokens import Tokenizer
 from inkcap.engine.api import Engine
 from inkcap.engine.requests import expand, resolve_max_tokens
-from inkcap.server.body import Turnstile
 from inkcap.server.errors import shorten
 from inkcap.server.generation import Run
 from inkcap.server.grammars import Grammars
@@ -54,7 +53,6 @@ class Service:
         endpoint = config.server.trace_endpoint
         self.tracing = start_tracing(endpoint, self.names[0]) if endpoint is not None else None
         self.responses = ResponseStore(config.server.stored_responses, STORED_BYTES)
-        self.turnstile = Turnstile()
         self.draining = False
         self.created = int(time.time())
         self.reported: set[str] = set()  # unknown fields that were logged

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 
-from inkcap.server import body
-from inkcap.server.body import BEGIN_AT_ONCE, MOST, PIECE_BYTES, Pieces, Turnstile, count
+from inkcap.server.body import MOST, PIECE_BYTES, Pieces, count
 
 
 def made(draw: random.Random, depth: int = 0) -> object:
@@ -101,43 +100,3 @@ def test_a_large_body_that_is_right_is_answered(call, engine):
     reply = call("POST", "/v1/completions", json={"prompt": ids, "truncate_prompt_tokens": 50, "max_tokens": 2})
     assert reply.status_code == 200
     assert engine.requests[0].token_ids == ids[-50:]
-
-
-def test_requests_that_come_together_begin_a_few_at_a_time():
-    order: list[object] = []
-
-    async def begin(turnstile: Turnstile, name: int) -> None:
-        await turnstile.enter()
-        order.append(name)
-
-    async def crowd() -> None:
-        turnstile = Turnstile()
-        tasks = [asyncio.ensure_future(begin(turnstile, name)) for name in range(20)]
-        tasks[7].cancel()  # its client left
-        for _ in range(30):
-            order.append("round")
-            await asyncio.sleep(0)
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert not turnstile.waiting
-        assert not turnstile.begun
-
-    asyncio.run(crowd())
-    assert [name for name in order if name != "round"] == [name for name in range(20) if name != 7]
-    sizes = [len(part.split()) for part in " ".join(map(str, order)).split("round")]
-    assert max(sizes) == BEGIN_AT_ONCE
-
-
-def test_every_post_of_json_goes_through_the_turnstile(call, chat_answer, monkeypatch):
-    entered = []
-    monkeypatch.setattr(body.Turnstile, "enter", lambda _: entered.append(1) or asyncio.sleep(0))
-    chat_answer("", "ok")
-    ask = {"messages": [{"role": "user", "content": "Hello"}]}
-    for path, asked in (
-        ("/v1/chat/completions", ask),
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/responses", {"input": "Hello"}),
-        ("/v1/messages", {**ask, "model": "demo", "max_tokens": 3}),
-        ("/tokenize", {"prompt": "x"}),
-    ):
-        assert call("POST", path, json=asked).status_code == 200, path
-    assert len(entered) == 5
