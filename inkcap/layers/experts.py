@@ -48,10 +48,6 @@ class RoutedMatrices:
         self.up.unpack()
         self.down.unpack()
 
-    def rounded_up(self, rows: Normed) -> Normed:
-        """Normed rows [T, C] as w13's format has them; every rank has all of each."""
-        return rows.replaced(rounded(rows.tensor(), self.up.rounding, ALONE))
-
     def w13(self) -> Weights:
         """[E, 2 I, C]."""
         assert self.up.weights is not None, "w13 is not unpacked yet"
@@ -125,7 +121,8 @@ class RoundedExperts(Experts):
     def __call__(self, rows: Normed) -> Activated:
         """As `Experts`; the halves are separate, since they see other rows."""
         route = self.router(rows)
-        act = routed_up(self.routed.rounded_up(rows), route, self.routed.w13(), None)
+        own = rows.replaced(rounded(rows.tensor(), self.routed.up.rounding, ALONE))  # every rank has all of each row
+        act = routed_up(own, route, self.routed.w13(), None)
         shared = project(rows, self.shared_w13.flatten(0, 1)).unflatten(1, (len(self.shared_w13), -1))
         return Activated(rounded(act, self.routed.down.rounding, self.comm), swiglu(shared, route.gammas), route)
 
@@ -203,6 +200,10 @@ class RoundedRoutedExperts(RoutedExperts):
 
     def __call__(self, rows: Normed) -> tuple[Tensor, Routed]:
         """As `RoutedExperts`."""
-        route = self.router(rows)
-        act = routed_up(self.routed.rounded_up(rows), route, self.routed.w13(), self.caps)
+        how = self.routed.up.rounding
+        if how is None:
+            act, route = super().__call__(rows)
+        else:
+            route, own = self.router.rounding(rows, how)
+            act = routed_up(rows.replaced(own), route, self.routed.w13(), self.caps)
         return rounded(act, self.routed.down.rounding, self.comm), route

@@ -1,8 +1,10 @@
 """Routers: which experts a token uses, and how much."""
 
 import torch
+from torch import Tensor
 
-from inkcap.ops.router.ref import route_sigmoid, route_sink
+from inkcap.ops.quantize.ref import Rounding
+from inkcap.ops.router.ref import route_sigmoid, route_sigmoid_rounded, route_sink
 from inkcap.ops.values import Normed, Routed
 from inkcap.parallel.slot import Slot
 
@@ -61,3 +63,7 @@ class SigmoidRouter:
     def __call__(self, rows: Normed) -> Routed:
         """Normed rows [T, C] to choice and weights."""
         return route_sigmoid(rows, self.weight, self.bias, top_k=self.top_k, route_scale=self.route_scale)
+
+    def rounding(self, rows: Normed, how: Rounding) -> tuple[Routed, Tensor]:
+        """The same, and the normed rows [T, C] rounded, which it does not see so."""
+        return route_sigmoid_rounded(rows, self.weight, self.bias, how, top_k=self.top_k, route_scale=self.route_scale)

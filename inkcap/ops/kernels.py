@@ -14,6 +14,7 @@ from inkcap.ops.mix import fixed as mix_fixed
 from inkcap.ops.mix import triton as mix_triton
 from inkcap.ops.norm import triton as norm_triton
 from inkcap.ops.quantize import triton as quantize_triton
+from inkcap.ops.router import rounded as router_rounded
 from inkcap.ops.router import triton as router_triton
 from inkcap.ops.rows import triton as rows_triton
 from inkcap.ops.sample import triton as sample_triton
@@ -34,6 +35,7 @@ __all__ = [
     "mix_triton",
     "norm_triton",
     "quantize_triton",
+    "router_rounded",
     "router_triton",
     "rows_triton",
     "sample_triton",

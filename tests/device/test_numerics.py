@@ -17,8 +17,9 @@ from inkcap.layers.formats import Stored
 from inkcap.models.inkling.model import Inkling
 from inkcap.models.inkling2.config import Loop
 from inkcap.models.inkling2.model import Inkling2
-from inkcap.ops.dispatch import OPS
+from inkcap.ops.dispatch import OPS, bind
 from inkcap.ops.quantize.ref import round_rows
+from inkcap.ops.router.ref import route_sigmoid_rounded
 from inkcap.parallel.comm import Comm
 from inkcap.runner.worker import Worker
 
@@ -91,23 +92,32 @@ def worker(case: str, numerics: Numerics, device: torch.device, dtype: torch.dty
 
 
 def short() -> list:
-    return [structs.replace(request, max_tokens=8) for request in requests(LENGTHS)]
+    """Requests of which the first goes on when the others have ended."""
+    return [structs.replace(request, max_tokens=4 if request.seed else 8) for request in requests(LENGTHS)]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_rounding_is_that_of_the_references(case, monkeypatch):
-    calls, kernel = [], round_rows.implementations["triton"][0]
+    calls = []
 
     def recorded(x, how, amax=None):
-        out = kernel(x, how, amax)
+        out = round_rows.implementations["triton"][0](x, how, amax)
         calls.append((x.cpu(), how, out.cpu()))
         return out
 
+    def routed(rows, weight, bias, how, **settings):
+        route, out = route_sigmoid_rounded.implementations["triton"][0](rows, weight, bias, how, **settings)
+        calls.append((rows.tensor().cpu(), how, out.cpu()))
+        return route, out
+
     made = worker(case, Numerics.REFERENCE, GPU, torch.bfloat16, graphs=False)
     monkeypatch.setattr(round_rows, "function", recorded)
+    monkeypatch.setattr(route_sigmoid_rounded, "function", routed)
     run(made, short(), 0)
-    assert {x.dim() for x, _, _ in calls} == {2, 3}  # both halves
+    shapes = {x.shape[:-1] for x, _, _ in calls}
+    assert {(1,), (3,), (1, 4), (3, 4)} <= shapes  # both halves, of one token and of several
     assert {how.block for _, how, _ in calls} == ({16} if case == "one" else {16, 32})
+    bind(CPU)
     for x, how, out in calls:
         here = how if how.factor is None else replace(how, factor=how.factor.cpu())
         same([out], [round_rows.reference(x, here)])

@@ -5,7 +5,7 @@ import torch
 from ops.test_quantize_triton import same
 
 import inkcap.ops  # noqa: F401  declares the implementations
-from inkcap.ops.dispatch import bind
+from inkcap.ops.dispatch import OPS, bind
 from inkcap.ops.quantize.ref import (
     E4M3_TINY,
     Rounding,
@@ -14,6 +14,8 @@ from inkcap.ops.quantize.ref import (
     nvfp4_encode_four_over_six,
     round_rows,
 )
+from inkcap.ops.router.ref import route_sigmoid, route_sigmoid_rounded
+from inkcap.ops.values import Normed
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -38,13 +40,21 @@ def bound(monkeypatch):
     bind(torch.device("cpu"))
 
 
+def on_cpu(op, *args):
+    """What the references alone give."""
+    bind(torch.device("cpu"), dict.fromkeys(OPS, "ref"))
+    made = op.reference(*args)
+    bind(GPU)
+    return made
+
+
 def agree(x, factor, limit):
     """Everything that can be made of x [..., K] on a CPU, made of it on the GPU."""
     amax, one, own = x.abs().amax(-1), torch.tensor(factor), x.to(GPU)
 
     def check(op, *args):
         args = [a.to(GPU) if isinstance(a, torch.Tensor) else a for a in args], args
-        made, wanted = op(own, *args[0]), op.reference(x, *args[1])
+        made, wanted = op(own, *args[0]), on_cpu(op, x, *args[1])
         same([part.cpu() for part in made], wanted)
 
     check(nvfp4_encode_four_over_six, amax, limit)
@@ -57,15 +67,15 @@ def agree(x, factor, limit):
         (Rounding(32), Rounding(32)),
     ]
     for there, here in ways:
-        same([round_rows(own, there).cpu()], [round_rows.reference(x, here)])
+        same([round_rows(own, there).cpu()], [on_cpu(round_rows, x, here)])
     there, here = ways[0]
-    same([round_rows(own, there, (3 * amax).to(GPU)).cpu()], [round_rows.reference(x, here, 3 * amax)])
+    same([round_rows(own, there, (3 * amax).to(GPU)).cpu()], [on_cpu(round_rows, x, here, 3 * amax)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SIZES)
 def test_rows(shape, dtype):
-    x = torch.randn(shape) * torch.rand(*shape[:-1], 1).sub(0.5).mul(20).exp()
+    x = torch.randn(shape) * torch.rand(*shape[:-1], 1).sub(0.5).mul(12).exp()
     x[0, ..., 16:48] = 0.0
     x[-1, ..., :32] *= 1e-6
     agree(x.to(dtype), 0.01, 256.0)
@@ -91,15 +101,15 @@ def test_values_that_are_not_finite_stay_visible():
         x = torch.ones(3, 96, dtype=torch.bfloat16)
         x[1, 40] = value
         for how in (Rounding(16), Rounding(32)):
-            same([round_rows(x.to(GPU), how).cpu()], [round_rows.reference(x, how)])
+            same([round_rows(x.to(GPU), how).cpu()], [on_cpu(round_rows, x, how)])
 
 
 def test_a_factor_for_each_matrix_and_parts_of_rows():
     x, factor = torch.randn(6, 70, 1152, dtype=torch.bfloat16), torch.rand(6) / 100
-    same([part.cpu() for part in nvfp4_encode(x.to(GPU), factor.to(GPU))], nvfp4_encode.reference(x, factor))
+    same([part.cpu() for part in nvfp4_encode(x.to(GPU), factor.to(GPU))], on_cpu(nvfp4_encode, x, factor))
     amax, how = x.abs().amax(-1), Rounding(16)
     parts = [round_rows(part.to(GPU), how, amax.to(GPU)) for part in x.chunk(4, 2)]
-    same([torch.cat(parts, 2).cpu()], [round_rows.reference(x, how)])
+    same([torch.cat(parts, 2).cpu()], [on_cpu(round_rows, x, how)])
 
 
 def test_a_row_is_the_same_in_any_company():
@@ -108,3 +118,25 @@ def test_a_row_is_the_same_in_any_company():
         whole = round_rows(x, how)
         for rows in (slice(0, 1), slice(7, 15), slice(100, 300)):
             same([round_rows(x[rows], how).cpu()], [whole[rows].cpu()])
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize(("experts", "length"), [(128, 2304), (384, 4608), (256, 6144)])
+def test_routing_leaves_rounded_rows(tokens, experts, length):
+    weight = (torch.randn(experts, length) / length**0.5).bfloat16().to(GPU)
+    bias, x = torch.randn(experts, device=GPU) / 8, torch.randn(tokens, length).bfloat16()
+    one = torch.tensor(0.01)
+    rows = Normed(x.to(GPU), torch.ones(length, device=GPU), 1e-6)
+    rows.normed = rows.rows
+    want = route_sigmoid(rows, weight, bias, top_k=8, route_scale=8.0)
+    for there, here in (
+        (Rounding(16), Rounding(16)),
+        (Rounding(16, one.to(GPU)), Rounding(16, one)),
+        (Rounding(32), Rounding(32)),
+    ):
+        plain = on_cpu(round_rows, x, here)
+        for _ in range(20):
+            route, own = route_sigmoid_rounded(rows, weight, bias, there, top_k=8, route_scale=8.0)
+            assert torch.equal(route.choice, want.choice)
+            torch.testing.assert_close(route.weights, want.weights, rtol=1e-5, atol=0)
+            same([own.cpu()], [plain])

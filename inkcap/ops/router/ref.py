@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inkcap.ops.dispatch import op
+from inkcap.ops.quantize.ref import Rounding, round_rows
 from inkcap.ops.values import Normed, Routed
 
 
@@ -38,3 +39,12 @@ def route_sigmoid(rows: Normed, weight: Tensor, bias: Tensor, *, top_k: int, rou
     chosen = scores.gather(1, choice)
     weights = chosen / (chosen.sum(1, keepdim=True) + 1e-20) * route_scale
     return Routed(choice, weights, weights.new_empty(len(weights), 0))
+
+
+@op
+def route_sigmoid_rounded(
+    rows: Normed, weight: Tensor, bias: Tensor, how: Rounding, *, top_k: int, route_scale: float
+) -> tuple[Routed, Tensor]:
+    """`route_sigmoid`, and the normed rows [T, C] rounded, for the experts: the router does not see them so."""
+    route = route_sigmoid(rows, weight, bias, top_k=top_k, route_scale=route_scale)
+    return route, round_rows(rows.tensor(), how)
