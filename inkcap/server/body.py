@@ -70,7 +70,9 @@ def parse(data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Parsed]) -> P
 class Pieces:
     """Parses JSON piece by piece. Raises msgspec.DecodeError, UnicodeDecodeError, RecursionError or HTTPException."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_numbers: int | None = None) -> None:
+        """`most_numbers`: of a flat array; a prompt cannot have more ids."""
+        self.most_numbers = most_numbers
         self.parsed = 0  # bytes, since others had their turn
 
     async def value(self, data: bytes | msgspec.Raw, levels: int = PIECE_LEVELS) -> Any:
@@ -103,6 +105,8 @@ class Pieces:
             stop = end if stop < 0 else stop
             values += _anything.decode(b"[" + data[start:stop] + b"]")
             start = stop + 1
+            if self.most_numbers is not None and len(values) > self.most_numbers:
+                raise HTTPException(400, f"an array has more than {self.most_numbers:,} numbers, the most of a prompt")
             await asyncio.sleep(0)
         return values
 
@@ -116,11 +120,13 @@ class JsonRequest(Request):
         data = await self.body()
         self.size = len(data)
         large = self.size > PIECE_BYTES
-        limit = self.app.state.service.config.server.json_depth
+        service = self.app.state.service
+        limit, info = service.config.server.json_depth, service.engine.info
+        most_numbers = None if info is None else max(info.max_length, info.vocab_size)
         try:
             if large:
                 await count(data)
-            value = await Pieces().value(data) if large else _anything.decode(data)
+            value = await Pieces(most_numbers).value(data) if large else _anything.decode(data)
         except UnicodeDecodeError as error:
             raise HTTPException(400, f"the body is not UTF-8: byte {error.start} is wrong") from None
         except msgspec.DecodeError as error:

@@ -100,3 +100,10 @@ def test_a_large_body_that_is_right_is_answered(call, engine):
     reply = call("POST", "/v1/completions", json={"prompt": ids, "truncate_prompt_tokens": 50, "max_tokens": 2})
     assert reply.status_code == 200
     assert engine.requests[0].token_ids == ids[-50:]
+
+
+def test_more_ids_than_any_prompt_has_are_refused_before_they_are_looked_at(call, engine):
+    reply = call("POST", "/v1/completions", json={"prompt": [[1] * (engine.info.vocab_size + 20_000)]})
+    assert reply.status_code == 400
+    assert f"more than {engine.info.vocab_size:,} numbers" in reply.json()["error"]["message"]
+    assert not engine.requests
