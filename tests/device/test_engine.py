@@ -137,7 +137,7 @@ class Uncaptured:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device, self.stream = device, stream
 
-    def capture(self, work: Callable[[], None]) -> SimpleNamespace:
+    def capture(self, work: Callable[[], None], *, known: bool = False) -> SimpleNamespace:
         """What replays `work` by doing it."""
         return SimpleNamespace(replay=work)
 
