@@ -8,6 +8,7 @@ from torch import Tensor
 from inkcap.ops.mix.gate import apply, states_of_few
 from inkcap.ops.mix.ref import message_gate, mix_shares
 from inkcap.ops.mix.triton import launch
+from inkcap.ops.norm.ref import rms_norm
 from inkcap.ops.values import Gates, Normed, Norms
 
 
@@ -30,4 +31,7 @@ def message_gate_fixed(
 ) -> tuple[Normed, ...]:
     """`message_gate` of the reference."""
     rows, states = states_of_few(sources, queries, eps, senders, shares, gates, norms.eps)
-    return norms.later(apply(rows, senders, shares, gates, states, fixed=True))
+    gated = apply(rows, senders, shares, gates, states, fixed=True)
+    if len(norms.weight) == 1:  # one launch for all
+        return norms.done(rms_norm(gated, norms.weight[0], norms.eps, norms.dtype))
+    return norms.later(gated)
