@@ -59,7 +59,9 @@ class ModelConfig:
     threads: int | None = option(None, "CPU threads of the model; default all cores", check="positive")
     graphs: bool = option(True, "on a GPU, capture decode steps once and replay them", flag="--cuda-graphs")
     deterministic: bool = option(
-        False, "the same bits for a request whatever else runs, in whatever chunks; costs speed"
+        False,
+        "the same bits for a request in any company and any chunks, at a cost; else the last bits depend on how many "
+        "tokens a step has, how long its longest row is, and what is captured",
     )
     mixed_graphs: bool = option(True, "capture small steps with prompts in them too", flag="--mixed-cuda-graphs")
 
