@@ -6,8 +6,9 @@ The same weights run the same tokens twice through the engine, with each cache, 
 chunks of another length: what rounding alone does, beside which the other difference is to be seen. Compared are the
 logits of the last `--positions` tokens before each length, every token being given, none drawn: the share of them with
 the same most likely word, Kullback-Leibler divergence in nats, and differences of logits. Weights of `--shape` are
-random; there `--sharpness` sets the spread of attention's scores, since flat attention averages errors away, and tokens
-are random too. A checkpoint's demo of this repository is no better: figures of a trained model need its checkpoint.
+random; there layers add little to the stream each, and `--sharpness` sets the spread of attention's scores, since flat
+attention averages errors away; tokens are random too. A demo checkpoint is no better: figures of a trained model need
+its checkpoint.
 Results are JSON lines, also appended to `--out`; the last ones say how much of the codes' range keys and values used.
 
 `--scales-out FILE` writes scales measured on these tokens for `inkcap serve --kv-cache-scales FILE`: the largest number
@@ -34,6 +35,7 @@ from inkcap.layers.batch import Batch
 from inkcap.models.base import Model
 from inkcap.models.inkling.model import Inkling
 from inkcap.models.inkling2.config import Inkling2Config
+from inkcap.models.inkling2.model import Inkling2
 from inkcap.models.registry import load_model
 from inkcap.ops.attn_prep.ref import LARGEST, attn_prep, attn_prep_clip
 from inkcap.ops.dispatch import Op, bind
@@ -63,6 +65,16 @@ class Tapped:
         return hidden
 
 
+def calm(model: Inkling | Inkling2, layers: int) -> None:
+    """Make what layers add to the stream small beside it, as networks are initialised: 1 / sqrt(2 * layers).
+
+    With outputs as large as the stream, a random network makes much of any difference, again and again.
+    """
+    for name, slot in model.slots().items():
+        if name.endswith(("attn_out.weight", "mlp.w2.weight", "experts.w2", "experts.w2.amax", "shared.w2")):
+            slot.target.mul_((2 * layers) ** -0.5)
+
+
 def sharpen(model: Inkling, spread: float) -> None:
     """Make scores q . k / D of random normed heads have this standard deviation."""
     for layer in model.layers:
@@ -85,6 +97,7 @@ def build(args: argparse.Namespace, device: torch.device, kv_dtype: torch.dtype 
             kv_dtype=kv_dtype,
         )
     model, _ = make_model(SHAPES[args.shape], args.weights, device, kv_dtype=kv_dtype)
+    calm(model, len(model.layers))
     if isinstance(model, Inkling):
         sharpen(model, args.sharpness)
     return model
@@ -175,7 +188,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--other-chunk", type=int, default=6144)
+    parser.add_argument("--other-chunk", type=int, default=5000)
     parser.add_argument("--sharpness", type=float, default=3.0)
     parser.add_argument("--cache-memory", type=int, help="bytes")
     parser.add_argument("--scales-out", type=Path)
