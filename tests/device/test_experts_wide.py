@@ -49,28 +49,31 @@ def compared(x, w, route, *, paired, caps=None):
     return out
 
 
-@pytest.mark.parametrize("bits", [4, 16])
-@pytest.mark.parametrize("caps", [None, Caps(3.0, 2.0)])
-def test_any_number_of_uses_of_an_expert(bits, caps):
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("caps", "short"), [(None, 0), (None, 384), (Caps(3.0, 2.0), 0)])
+def test_any_number_of_uses_of_an_expert(bits, caps, short, monkeypatch):
+    monkeypatch.setattr("inkcap.ops.experts.wide.SHORT", short)
     choice = torch.repeat_interleave(torch.arange(len(COUNTS), device=GPU), torch.tensor(COUNTS, device=GPU))
     route = Routed(choice[torch.randperm(len(choice), device=GPU)][:, None], *(torch.ones(1, device=GPU),) * 2)
-    for rows, length in ((512, 128), (256, 640), (768, 6144)):
+    for rows, length in ((512, 128), (1024, 384), (256, 640), (768, 6144)):
         w = normal(len(COUNTS), rows, length, device=GPU, scale=length**-0.5)
-        w = coded(4, len(COUNTS), rows, length, GPU, torch.bfloat16) if bits == 4 else w
+        w = coded(bits, len(COUNTS), rows, length, GPU, torch.bfloat16) if bits < 16 else w
         x = normal(len(choice), length, device=GPU)
         compared(x, w, route, paired=True, caps=caps)
         if caps is None:
             compared(x, w, route, paired=False)
 
 
-@pytest.mark.parametrize("bits", [4, 16])
-def test_both_halves_of_a_rank(bits):
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("short", [0, 384])
+def test_both_halves_of_a_rank(bits, short, monkeypatch):
     """As prefill has them, twice: the ring ends in another state, and nothing of one launch is left for the next."""
+    monkeypatch.setattr("inkcap.ops.experts.wide.SHORT", short)
     for tokens in (8192, 3000):
         route = routed(tokens, 6, 256)
         for rows, length, paired in ((768, 6144, True), (6144, 384, False)):
             w = normal(256, rows, length, device=GPU, scale=length**-0.5)
-            w = coded(4, 256, rows, length, GPU, torch.bfloat16) if bits == 4 else w
+            w = coded(bits, 256, rows, length, GPU, torch.bfloat16) if bits < 16 else w
             x = normal(tokens if paired else 6 * tokens, length, device=GPU)
             first = compared(x, w, route, paired=paired)
             assert torch.equal(first, compared(x, w, route, paired=paired))

@@ -97,26 +97,50 @@ def test_settle_of_longer_spans():
         torch.testing.assert_close(plane, after, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.parametrize("at_once", [1, 4, 32])
+def test_sums_on_the_way_to_the_convolution(at_once, monkeypatch):
+    """Steps of several sequences, whose tokens a program takes some at a time, against the reference."""
+    monkeypatch.setattr("inkcap.ops.experts.triton.WALKED", 1)
+    monkeypatch.setattr("inkcap.ops.sconv.walk.WALK", (at_once, 16, min(2, at_once), 1))
+    channels, units = 20, 12
+    w2, shared_w2 = torch.randn(5, channels, units), torch.randn(channels, 2, units)
+    taps = torch.randn(4, channels).t()
+    for view, packing, plane in convolved(channels, MIXED, torch.float32, CPU):
+        tokens = len(packing.positions)
+        route = test_experts.routed(tokens, 5, 2, 2)
+        act = Activated(torch.randn(tokens, 2, units), torch.randn(tokens, 2, units), route)
+        where = (torch.randn(tokens, channels), taps, view, packing)
+        kept = plane.clone()
+        want, _ = experts_settle.reference(act, w2, shared_w2, *where, plane=1)
+        after = plane.clone()
+        plane.copy_(kept)
+        got, _ = experts_settle_triton(act, w2, shared_w2, *where, plane=1)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(plane, after, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "top_k", "width"), [(1, 9, 3, 16), (40, 3, 2, 16), (70, 5, 1, 32)])
 def test_tiles_cover_every_use_once_in_order(monkeypatch, pieces, tokens, experts, top_k, width):
     monkeypatch.setattr(group, "PAIRWISE", 0 if pieces else 1 << 20)
     monkeypatch.setattr(group, "PIECE", 16)
+    monkeypatch.setattr(group, "PART", 4)
     route = test_experts.routed(tokens, experts, top_k, 0)
     route.choice[: tokens // 2] = route.choice[0]  # skewed
     made = tiles(route, experts, width)
     assert tiles(route, experts, width) is made
     flat = route.choice.flatten()
     assert torch.equal(made.order.long(), flat.sort(stable=True).indices)
-    seen, ended = [], False
+    seen, ended, last = [], False, width
     for expert, start, stop in zip(made.expert.tolist(), made.start.tolist(), made.stop.tolist(), strict=True):
         ended = ended or expert < 0
         assert (expert < 0) == ended
         if not ended:
-            assert 0 < stop - start <= width
+            assert 0 < stop - start <= -(-last * 4 // width) * width // 4  # larger quarters first
+            last = stop - start
             assert (flat[made.order[start:stop].long()] == expert).all()
             seen += range(start, stop)
-    assert seen == list(range(tokens * top_k))
+    assert sorted(seen) == list(range(tokens * top_k))
     assert made.number == (made.expert >= 0).sum()
 
 

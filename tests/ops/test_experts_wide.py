@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from inkcap.ops.experts.wide import fits, written
+from inkcap.ops.experts.ring import column_of
+from inkcap.ops.experts.wide import fits
 
 PROGRAM = """
 import sys
@@ -29,6 +30,7 @@ driver.set_active(SimpleNamespace(
     get_current_stream=lambda device: 0, map_python_to_cpp_type=lambda of: of,
 ))
 wide.processors = lambda device: 132
+wide.SHORT = 384
 
 
 def warm(grid):
@@ -41,45 +43,55 @@ def warm(grid):
 wide.wide_kernel = type("Compiled", (), {"__getitem__": lambda self, grid: warm(grid)})()
 make = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype)
 wide.tiles = lambda route, experts, width: Tiles(*(make(1, dtype=torch.int32),) * 5, width=width)
-rows, length = 256, 128
-if sys.argv[1] == "coded":
-    w = Coded(
-        make(2, rows, length // 2, dtype=torch.uint8), make(2, rows, length // 16, dtype=torch.float8_e4m3fn),
-        make(2, dtype=torch.float32), torch.bfloat16,
-    )
+kind, rows, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if kind == "nvfp4":
+    scales = make(2, rows, length // 16, dtype=torch.float8_e4m3fn)
+    w = Coded(make(2, rows, length // 2, dtype=torch.uint8), scales, make(2, dtype=torch.float32), torch.bfloat16)
+elif kind == "mxfp8":
+    scales = make(2, rows, length // 32, dtype=torch.uint8)
+    w = Coded(make(2, rows, length, dtype=torch.float8_e4m3fn), scales, None, torch.bfloat16)
 else:
     w = make(2, rows, length)
 x = make(8, length)
 assert wide.fits(x, w)
-coded = sys.argv[1] == "coded"
-wide.wide(x, w, None, 2, make(16, rows), paired=coded, caps=Caps(3.0, 2.0) if coded else None)
+paired = length > wide.SHORT
+wide.wide(x, w, None, 2, make(16, rows), paired=paired, caps=Caps(3.0, 2.0) if kind != "plain" and paired else None)
 """
 
 
-@pytest.mark.parametrize("weights", ["coded", "plain"])
-def test_it_compiles_for_a_hopper(weights):
-    """Both kinds of weights; products come from the tensor cores' asynchronous instruction, in warps of three kinds."""
+@pytest.mark.parametrize(
+    ("weights", "rows", "length"),
+    [("nvfp4", 256, 512), ("mxfp8", 512, 128), ("plain", 384, 512)],
+    ids=["nvfp4", "mxfp8, rows held", "two tiles of columns"],
+)
+def test_it_compiles_for_a_hopper(weights, rows, length):
+    """Both kinds of codes and dense weights; products are the tensor cores' asynchronous ones."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, weights],
+        [sys.executable, "-c", PROGRAM, weights, str(rows), str(length)],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "wgmma.mma_async.sync.aligned.m64n" in done.stdout
+    assert "wgmma.mma_async.sync.aligned.m64n128" in done.stdout
+    assert ("wgmma.mma_async.sync.aligned.m64n64" in done.stdout) == (rows == 384)
     assert "setmaxnreg" in done.stdout
-    assert ("cp.async.bulk.tensor" in done.stdout) == (weights == "plain")
-    assert ("fma.rn.bf16x2" in done.stdout) == (weights == "coded")
+    assert "st.global.v4" in done.stdout  # eight results in a row
+    assert ("cp.async.bulk.tensor.5d" in done.stdout) == (weights == "plain")
+    assert ("fma.rn.bf16x2" in done.stdout) == (weights != "plain")
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (64, 256), (128, 128)])
-def test_every_element_is_written_once(rows, columns):
-    held = written(rows, columns)
-    places = {(0, 0)}
-    for row, column in (*held.reg_bases, *held.lane_bases, *held.warp_bases):
-        places |= {(a ^ row, b ^ column) for a, b in places}
-    assert places == {(a, b) for a in range(rows) for b in range(columns)}
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_thread_has_eight_results_in_a_row(paired):
+    """Of a fragment's columns, lane l of four has 8 i + 2 l and the next one; of pairs, one result each."""
+    column = column_of.fn
+    assert sorted(column(n, paired) for n in range(128)) == list(range(128))
+    groups = 8 if paired else 4
+    for first in range(0, 128, 8 * groups):
+        for lane in range(4):
+            own = [column(first + 8 * i + 2 * lane + r, paired) for i in range(groups) for r in range(2)]
+            assert own == list(range(first + lane * len(own), first + (lane + 1) * len(own)))
 
 
 def test_no_other_device_takes_it():

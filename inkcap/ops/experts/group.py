@@ -16,7 +16,7 @@ from inkcap.ops.values import Routed
 
 PAIRWISE = 2048  # uses: up to here each use counts all before it; beyond, those of its piece, after a count of pieces
 COMPARED = 32  # uses at once
-PIECE = 512  # uses of a program that counts
+PIECE, PART = 512, 256  # uses of a program that counts, of one that finds their places
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,28 @@ class Tiles:
 
 @triton.jit
 def lay_out(first, count, expert, start, stop, number, most, BE: tl.constexpr, WIDTH: tl.constexpr):
-    """Write the tiles of all experts; first and count: [BE], where each one's uses begin and how many they are."""
+    """Write the tiles of all experts, larger ones first; first and count: [BE], where each one's uses begin and how
+    many they are. Programs that take tiles in turn then end at about the same time."""
     e = tl.arange(0, BE)
-    tiles = (count + WIDTH - 1) // WIDTH
-    last = tl.cumsum(tiles, 0)
-    tl.store(number, tl.max(last, 0))
-    for k in range(tl.max(tiles, 0)):
-        at = last - tiles + k
-        mask = k < tiles
-        tl.store(expert + at, e, mask=mask)
-        tl.store(start + at, first + k * WIDTH, mask=mask)
-        tl.store(stop + at, tl.minimum(first + (k + 1) * WIDTH, first + count), mask=mask)
-    for unused in range(tl.max(last, 0), most, BE):
+    full, rest = count // WIDTH, count % WIDTH
+    last = tl.cumsum(full, 0)
+    for k in range(tl.max(full, 0)):
+        at, begin = last - full + k, first + k * WIDTH
+        tl.store(expert + at, e, mask=k < full)
+        tl.store(start + at, begin, mask=k < full)
+        tl.store(stop + at, begin + WIDTH, mask=k < full)
+    made = tl.max(last, 0)
+    quarters = (rest * 4 + WIDTH - 1) // WIDTH
+    for less in tl.static_range(4):
+        mine = (quarters == 4 - less).to(tl.int32)
+        last = tl.cumsum(mine, 0)
+        at = made + last - 1
+        tl.store(expert + at, e, mask=mine > 0)
+        tl.store(start + at, first + full * WIDTH, mask=mine > 0)
+        tl.store(stop + at, first + count, mask=mine > 0)
+        made += tl.max(last, 0)
+    tl.store(number, made)
+    for unused in range(made, most, BE):
         tl.store(expert + unused + e, -1, mask=unused + e < most)
 
 
@@ -95,29 +105,30 @@ def group_counted(
     choice, counts, order, expert, start, stop, number, uses, most,
     BE: tl.constexpr, PIECE: tl.constexpr, BC: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the places of one piece's uses, BC at a time; the first one lays out the tiles too."""
+    """Each program finds the places of a part of a piece's uses, BC of them; the first one lays out the tiles too."""
     pdl.wait(PDL)
     pdl.trigger(PDL)
-    piece, e, u = tl.program_id(0), tl.arange(0, BE), tl.arange(0, BC)
+    PARTS: tl.constexpr = PIECE // BC
+    e, u, pieces = tl.arange(0, BE), tl.arange(0, BC), tl.num_programs(0) // PARTS
+    piece, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    mine = tl.program_id(0) * BC + u
+    own = tl.load(choice + mine, mask=mine < uses, other=0).to(tl.int32)
+    earlier = piece * PIECE + tl.arange(0, PIECE)
+    counted = earlier < tl.minimum(piece * PIECE + part * BC, uses)
+    before = tl.histogram(tl.load(choice + earlier, mask=counted, other=0).to(tl.int32), BE, mask=counted)
     count = tl.zeros([BE], tl.int32)
-    before = tl.zeros([BE], tl.int32)  # uses of earlier pieces
-    for some in range(0, tl.num_programs(0), 16):
+    for some in range(0, pieces, 16):
         other = some + tl.arange(0, 16)[:, None]
-        own = tl.load(counts + other * BE + e[None, :], mask=other < tl.num_programs(0), other=0)
-        count += tl.sum(own, 0)
-        before += tl.sum(tl.where(other < piece, own, 0), 0)
+        each = tl.load(counts + other * BE + e[None, :], mask=other < pieces, other=0)
+        count += tl.sum(each, 0)
+        before += tl.sum(tl.where(other < piece, each, 0), 0)
     first = tl.cumsum(count, 0) - count
-    if piece == 0:
+    if tl.program_id(0) == 0:
         lay_out(first, count, expert, start, stop, number, most, BE, WIDTH)
-    before += first
-    for part in range(0, PIECE, BC):
-        mine = piece * PIECE + part + u
-        own = tl.load(choice + mine, mask=mine < uses, other=0).to(tl.int32)
-        place = tl.gather(before, own, 0)
-        same = (own[None, :] == own[:, None]) & (mine < uses)[None, :]
-        place += tl.sum((same & (u[None, :] < u[:, None])).to(tl.int32), 1)
-        tl.store(order + place, mine, mask=mine < uses)
-        before += tl.histogram(own, BE, mask=mine < uses)
+    place = tl.gather(before + first, own, 0)
+    same = (own[None, :] == own[:, None]) & (mine < uses)[None, :]
+    place += tl.sum((same & (u[None, :] < u[:, None])).to(tl.int32), 1)
+    tl.store(order + place, mine, mask=mine < uses)
 
 
 def width_of(uses: int, experts: int) -> int:
@@ -145,8 +156,8 @@ def tiles(route: Routed, experts: int, width: int) -> Tiles:
         pieces = triton.cdiv(uses, PIECE)
         counts = torch.empty(pieces, block, dtype=torch.int32, device=device)
         count_pieces[(pieces,)](route.choice, counts, uses, block, PIECE, on, num_warps=4, **pdl.launch(on))
-        group_counted[(pieces,)](
-            route.choice, counts, order, *listed, number, uses, most, block, PIECE, PIECE // 4, width, on,
+        group_counted[(pieces * (PIECE // PART),)](
+            route.choice, counts, order, *listed, number, uses, most, block, PIECE, PART, width, on,
             num_warps=4, **pdl.launch(on),
         )  # fmt: skip
     made = Tiles(order, listed[0], listed[1], listed[2], number, width)

@@ -26,6 +26,7 @@ from inkcap.ops.experts.wide import MANY, fits, wide
 from inkcap.ops.linear.device import chunks
 from inkcap.ops.quantize.coded import Coded, Weights
 from inkcap.ops.sconv.triton import convolve
+from inkcap.ops.sconv.walk import WALKED, Parts, walk
 from inkcap.ops.values import Activated, Caps, GroupView, Normed, Packing, Routed
 
 TOGETHER = 64  # tokens up to which shared experts share the launches of dense routed ones
@@ -209,6 +210,9 @@ def down(
         many = 1
         shared = F.linear(shared_act.flatten(1), shared_w2.flatten(1))
     (fixed_products if fixed else products_of)(act, w2, route, 1, products, paired=False, also=also)
+    if convolved and not inside and tokens >= WALKED and not fixed:
+        parts = Parts(shared, many, products, route.weights)
+        return walk(parts, taps, view, packing, plane, conv_scale, residual, None, dtype), None
     bc = min(COMBINED, triton.next_power_of_2(channels))
     blocks = triton.cdiv(channels, bc)
     squares = torch.empty(tokens, blocks, dtype=torch.float32, device=act.device) if inside else None

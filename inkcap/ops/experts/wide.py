@@ -1,25 +1,20 @@
-"""Products of experts for many tokens on Hopper: warps that fetch, and decode, beside warps that multiply.
+"""Products of experts for many tokens on Hopper: warps that fetch, warps that decode, beside warps that multiply.
 
-A program takes one tile of up to 256 uses and 128 columns after the other. Its producer, four warps, brings rows and
-weights through a ring of shared memory; two consumers, four warps each, multiply half of the uses each, and write while
-the producer is at the next tile. Codes pass through the producer's registers, so that decoding costs no time of the
-tensor cores. Weights are read, and decoded, once for as many uses: what limits all this is how much a multiprocessor
-can take from the L2 cache. Written in Gluon, which is compiled, not interpreted: CI compiles it, a device compares it.
+A program takes one tile of up to 256 uses after the other. Two consumers, four warps each, multiply half of the uses
+each, and write while what ring.py does for them is at the next columns. Weights are read, and decoded, once for as many
+uses: what limits all this is how much a multiprocessor can take from the L2 cache.
 """
 
 import functools
 from dataclasses import dataclass
 
 import torch
-import triton
+import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,157 +22,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from inkcap.ops.experts.coded_many import stored
 from inkcap.ops.experts.group import tiles
+from inkcap.ops.experts.ring import DEPTH, GROUP, gather, in_order, item_of, unpack
 from inkcap.ops.quantize.coded import Coded, Weights
 from inkcap.ops.values import Caps, Routed
 
-GROUP = gl.constexpr(64)  # uses that are fetched and multiplied, or not, together: rows of the tensor cores' product
 MANY = 48  # uses of an expert, on average, beyond which it is worth its large tiles
-DEPTH = 64  # of a stage: 128 bytes of a row, the widest swizzle of shared memory
-
-# newer versions of Triton have other names for what 3.6 has
-copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-everybody = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-# eight E2M1 codes of a word times a pair of scales, to eight bf16 in order; as in codes.py but for the order
-WORD_TIMES_SCALE = gl.constexpr("""{
-.reg .b32 a, b, c, d, e, z;
-mov.b32 z, 0x80008000;
-shl.b32 a, $4, 6; and.b32 a, a, 0x01C001C0; shl.b32 e, $4, 12; lop3.b32 a, a, e, z, 0xF8; fma.rn.bf16x2 a, a, $5, z;
-shl.b32 b, $4, 2; and.b32 b, b, 0x01C001C0; shl.b32 e, $4, 8; lop3.b32 b, b, e, z, 0xF8; fma.rn.bf16x2 b, b, $5, z;
-shr.u32 c, $4, 2; and.b32 c, c, 0x01C001C0; shl.b32 e, $4, 4; lop3.b32 c, c, e, z, 0xF8; fma.rn.bf16x2 c, c, $5, z;
-shr.u32 d, $4, 6; and.b32 d, d, 0x01C001C0; lop3.b32 d, d, $4, z, 0xF8; fma.rn.bf16x2 d, d, $5, z;
-prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, c, d, 0x5410; prmt.b32 $2, a, b, 0x7632; prmt.b32 $3, c, d, 0x7632;
-}""")
-
-
-@gluon.jit
-def scale_pair(byte):
-    """E4M3 scales in the low bytes of words to pairs of bf16, each times 2^110."""
-    scale = ((byte & 0xFF) << 20).to(gl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    bits = (scale * 1.298074214633707e33).to(gl.int32, bitcast=True)  # a bf16: its low half is empty
-    return bits | ((bits >> 16) & 0xFFFF)
-
-
-@gluon.jit
-def decode(words, two, stage):
-    """Words of codes [R, 8] under pairs of scales [R, 2] into a stage [R, 64]: weights in bf16, times 2^-16."""
-    R: gl.constexpr = words.shape[0]
-    words = gl.reshape(words, [R, 2, 2, 2])
-    two = two.to(gl.int32)
-    pairs = gl.join(scale_pair(two), scale_pair(two >> 8))
-    pairs = gl.expand_dims(gl.convert_layout(pairs, gl.SliceLayout(3, words.type.layout)), 3)
-    pairs, words = gl.broadcast(pairs, words)
-    p0, p1, p2, p3 = gl.inline_asm_elementwise(
-        WORD_TIMES_SCALE, "=&r,=&r,=&r,=&r,r,r", [words, pairs],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    made = gl.reshape(gl.join(gl.join(p0, p2), gl.join(p1, p3)), [R, 32])
-    SAME: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    if RENAMED:
-        stage.reinterpret(gl.int32, [R, 32], SAME).store(made)
-    else:
-        stage._reinterpret(gl.int32, [R, 32], SAME).store(made)
-
-
-@gluon.jit
-def tile_of(expert, start, stop, item, items, BLOCKS: gl.constexpr):
-    """Expert, first and end of the uses, block of columns of an item, or of the last one."""
-    item = gl.minimum(item, items - 1)
-    tile = item // BLOCKS
-    return gl.load(expert + tile).to(gl.int64), gl.load(start + tile), gl.load(stop + tile), item % BLOCKS
-
-
-@gluon.jit
-def row_of(order, at, end, SHARE: gl.constexpr):
-    """Rows of x of the uses at these places; beyond the end that of the last use."""
-    return gl.load(order + gl.minimum(at, end - 1)) // SHARE
-
-
-@gluon.jit
-def rows_of(order, first, end, m, SHARE: gl.constexpr):
-    """The same for all of a tile, GROUP by GROUP."""
-    r0, r1 = row_of(order, first + m, end, SHARE), row_of(order, first + GROUP + m, end, SHARE)
-    r2, r3 = row_of(order, first + 2 * GROUP + m, end, SHARE), row_of(order, first + 3 * GROUP + m, end, SHARE)
-    return r0, r1, r2, r3
-
-
-@gluon.jit
-def fetch(
-    rows, full, x, each, count, stage, done, K: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, AT: gl.constexpr
-):
-    """Begin to bring a step's columns of `count` uses' rows of x; the stage is told when they have come."""
-    k = done + gl.arange(0, BK, layout=gl.SliceLayout(0, AT))
-    HALF: gl.constexpr = BM // 2
-    for g in gl.static_range(BM // GROUP):
-        if g * GROUP < count:
-            to = rows.index(2 * stage + g * GROUP // HALF).slice(g * GROUP % HALF, GROUP)
-            copy_rows(to, x + each[g].to(gl.int64)[:, None] * K + k[None, :])
-    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-
-
-@gluon.jit
-def produce(
-    tiles, ring, x, w, scales,
-    SHARE: gl.constexpr, CODED: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    order, expert, start, stop, items = tiles
-    rows, weights, full, empty = ring
-    BLOCKS: gl.constexpr = N // BN
-    AT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    m = gl.arange(0, GROUP, layout=gl.SliceLayout(1, AT))
-    e, first, end, block = tile_of(expert, start, stop, gl.program_id(0), items, BLOCKS)
-    each = rows_of(order, first, end, m, SHARE)
-    step = 0
-    if CODED:  # the codes of two steps are in registers while those before them are decoded
-        AT_WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0])
-        n = gl.arange(0, BN, layout=gl.SliceLayout(1, AT_WORDS))
-        words = n[:, None] * (K // 8) + gl.arange(0, BK // 8, layout=gl.SliceLayout(0, AT_WORDS))[None, :]
-        APART: gl.constexpr = gl.reshape(words, [BN, 2, 2, 2]).type.layout
-        AT_TWOS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, APART))
-        twos = gl.arange(0, BN, layout=gl.SliceLayout(1, AT_TWOS))[:, None] * (K // 32)
-        twos = twos + gl.arange(0, 2, layout=gl.SliceLayout(0, AT_TWOS))[None, :]
-        row = e * N + block * BN
-        even, odd = gl.load(w + row * (K // 8) + words), gl.load(w + row * (K // 8) + BK // 8 + words)
-        even_scales, odd_scales = gl.load(scales + row * (K // 32) + twos), gl.load(scales + row * (K // 32) + 2 + twos)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        count = end - first
-        next_e, next_first, next_end, next_block = tile_of(
-            expert, start, stop, item + gl.num_programs(0), items, BLOCKS
-        )
-        next_each = rows_of(order, next_first, next_end, m, SHARE)
-        if CODED:
-            next_row = next_e * N + next_block * BN
-            for done in range(0, K, 2 * BK):
-                ahead = gl.where(done + 2 * BK < K, row * K + done + 2 * BK, next_row * K)
-                stage = step % STAGES
-                mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
-                fetch(rows, full, x, each, count, stage, done, K, BM, BK, AT)
-                decode(even, even_scales, weights.index(stage))
-                even, even_scales = gl.load(w + ahead // 8 + words), gl.load(scales + ahead // 32 + twos)
-                everybody()
-                mbarrier.arrive(full.index(stage))
-                stage = (step + 1) % STAGES
-                mbarrier.wait(empty.index(stage), (step + 1) // STAGES & 1 ^ 1)
-                fetch(rows, full, x, each, count, stage, done + BK, K, BM, BK, AT)
-                decode(odd, odd_scales, weights.index(stage))
-                odd = gl.load(w + ahead // 8 + BK // 8 + words)
-                odd_scales = gl.load(scales + ahead // 32 + 2 + twos)
-                everybody()
-                mbarrier.arrive(full.index(stage))
-                step += 2
-            row = next_row
-        else:
-            for done in range(0, K, BK):
-                stage = step % STAGES
-                mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
-                mbarrier.expect(full.index(stage), BN * BK * 2)
-                copy_tile(w, [(e * N).to(gl.int32) + block * BN, done], full.index(stage), weights.index(stage))
-                fetch(rows, full, x, each, count, stage, done, K, BM, BK, AT)
-                step += 1
-        e, first, end, block, each = next_e, next_first, next_end, next_block, next_each
 
 
 @gluon.jit
@@ -192,128 +41,184 @@ def gated(x, gate_cap, up_cap, CAPPED: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    ring, step, order, first, end, block, factor, y, gate_cap, up_cap,
-    SECOND: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-    M: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
+def write(
+    acc, order, first, end, column, y, gate_cap, up_cap,
+    PAIRED: gl.constexpr, CAPPED: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """Products of M uses from `first` on with a tile's columns, times `factor`, written. Returns the next step."""
-    rows, weights, full, empty = ring
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    """Products of uses from `first` on with columns from `column` on, to y [uses, N], or N / 2 where PAIRED."""
     PER: gl.constexpr = 2 if PAIRED else 1
-    acc = gl.zeros([M, BN], gl.float32, SUMS)
-    for done in range(0, K, BK):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
-        fence_async_shared()
-        acc = warpgroup_mma(
-            rows.index(2 * stage + SECOND).slice(0, M), weights.index(stage).permute((1, 0)), acc, is_async=True
-        )
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        if done > 0:
-            mbarrier.arrive(empty.index((step - 1) % STAGES))
-        step += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((step - 1) % STAGES))
-    acc = acc * factor
     out = gated(acc, gate_cap, up_cap, CAPPED) if PAIRED else acc
-    out = gl.convert_layout(out.to(y.dtype.element_ty), OUT)
-    at = first + gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
-    n = gl.arange(0, BN // PER, layout=gl.SliceLayout(0, OUT))
+    out = in_order(out.to(y.dtype.element_ty), PAIRED)
+    AT: gl.constexpr = out.type.layout
+    at = first + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, AT))
+    n = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, AT))
     use = gl.load(order + gl.minimum(at, end - 1)).to(gl.int64)
-    to = y + use[:, None] * (N // PER) + (block * (BN // PER) + n)[None, :]
-    gl.store(to, out, mask=(at < end)[:, None] & (n < N)[None, :])
+    gl.store(y + use[:, None] * (N // PER) + (column // PER + n)[None, :], out, mask=(at < end)[:, None])
+
+
+@gluon.jit
+def multiply(
+    ring, step, turn, order, first, end, column, factor, y, gate_cap, up_cap,
+    SECOND: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, HELD: gl.constexpr, N: gl.constexpr,
+    K: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Products of M uses from `first` on with an item's columns, times `factor`, written. Returns the next step."""
+    rows, weights, side, full, empty, held, free = ring
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    STEPS: gl.constexpr = K // DEPTH
+    BLOCKS: gl.constexpr = N // PARTS // (BN + SIDE)
+    for block in range(BLOCKS):
+        acc = gl.zeros([M, BN], gl.float32, SUMS)
+        if SIDE > 0:
+            also = gl.zeros([M, SIDE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16]))
+        for at in range(STEPS):
+            stage = step % STAGES
+            if HELD:
+                mbarrier.wait(held.index(at), turn & 1)
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            fence_async_shared()
+            own = rows.index(2 * (at if HELD else stage) + SECOND).slice(0, M)
+            acc = warpgroup_mma(own, weights.index(stage).permute((1, 0)), acc, is_async=True)
+            if SIDE > 0:
+                also = warpgroup_mma(own, side.index(stage).permute((1, 0)), also, is_async=True)
+                acc, also = warpgroup_mma_wait(2, deps=[acc, also])
+            else:
+                acc = warpgroup_mma_wait(1, deps=[acc])
+            if at > 0:
+                mbarrier.arrive(empty.index((step - 1) % STAGES))
+                if HELD:
+                    mbarrier.arrive(free.index(at - 1), pred=block == BLOCKS - 1)
+            step += 1
+        if SIDE > 0:
+            acc, also = warpgroup_mma_wait(0, deps=[acc, also])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((step - 1) % STAGES))
+        if HELD:
+            mbarrier.arrive(free.index(STEPS - 1), pred=block == BLOCKS - 1)
+        write(acc * factor, order, first, end, column, y, gate_cap, up_cap, PAIRED, CAPPED, N)
+        if SIDE > 0:
+            write(also * factor, order, first, end, column + BN, y, gate_cap, up_cap, PAIRED, CAPPED, N)
+        column += BN + SIDE
     return step
 
 
 @gluon.jit
 def consume(
     tiles, ring, factors, y, gate_cap, up_cap,
-    SECOND: gl.constexpr, CODED: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, N: gl.constexpr,
-    K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr, OUT_GROUP: gl.constexpr,
+    SECOND: gl.constexpr, BITS: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, HELD: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The first or second half of each tile's uses."""
     order, expert, start, stop, items = tiles
-    full, empty = ring[2], ring[3]
+    _, _, _, full, empty, held, free = ring
     HALF: gl.constexpr = BM // 2
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        e, first, end, block = tile_of(expert, start, stop, item, items, N // BN)
+        turn = item // gl.num_programs(0)
+        e, first, end, part = item_of(expert, start, stop, item, items, PARTS)
         first += SECOND * HALF
+        column = part * (N // PARTS)
         factor = 1.0
-        if CODED:
+        if BITS == 4:
             factor = gl.load(factors + e) * 65536.0
         if end - first > HALF - GROUP:
             step = multiply(
-                ring, step, order, first, end, block, factor, y, gate_cap, up_cap,
-                SECOND, PAIRED, CAPPED, N, K, HALF, BN, BK, STAGES, OUT,
+                ring, step, turn, order, first, end, column, factor, y, gate_cap, up_cap,
+                SECOND, PAIRED, CAPPED, HELD, N, K, HALF, BN, SIDE, PARTS, STAGES,
             )  # fmt: skip
         elif end > first:
             step = multiply(
-                ring, step, order, first, end, block, factor, y, gate_cap, up_cap,
-                SECOND, PAIRED, CAPPED, N, K, GROUP, BN, BK, STAGES, OUT_GROUP,
+                ring, step, turn, order, first, end, column, factor, y, gate_cap, up_cap,
+                SECOND, PAIRED, CAPPED, HELD, N, K, GROUP, BN, SIDE, PARTS, STAGES,
             )  # fmt: skip
         else:
-            for _ in range(0, K, BK):
-                mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-                mbarrier.arrive(empty.index(step % STAGES))
-                step += 1
+            for block in range(N // PARTS // (BN + SIDE)):
+                for at in range(K // DEPTH):
+                    if HELD and block == 0:
+                        mbarrier.wait(held.index(at), turn & 1)
+                        mbarrier.arrive(free.index(at))
+                    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+                    mbarrier.arrive(empty.index(step % STAGES))
+                    step += 1
 
 
 @gluon.jit
 def wide_kernel(
-    x, w, scales, factors, order, expert, start, stop, number, y, gate_cap, up_cap,
-    SHARE: gl.constexpr, CODED: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, N: gl.constexpr,
-    K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr, OUT_GROUP: gl.constexpr, REGISTERS: gl.constexpr,
+    x, w, w_side, scales, factors, order, expert, start, stop, number, y, gate_cap, up_cap,
+    SHARE: gl.constexpr, BITS: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, HELD: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, DECODERS: gl.constexpr, CONSUMER: gl.constexpr, GATHERER: gl.constexpr, DECODER: gl.constexpr,
 ):  # fmt: skip
-    """x [.., K]; w [E, N, K], a descriptor or, CODED, words of E2M1 codes; y [uses, N], or N / 2 where PAIRED."""
-    items = gl.load(number) * (N // BN)
+    """x [.., K]; w [E, N, K], descriptors or words of codes; y [uses, N], or N / 2 where PAIRED.
+
+    HELD: rows stay for an item. SIDE: columns of a block beside its BN ones, from another tile of shared memory.
+    """
     TILED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    rows = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, BM // 2, BK], TILED)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], TILED)
+    PLACES: gl.constexpr = K // DEPTH if HELD else STAGES
+    rows = gl.allocate_shared_memory(gl.bfloat16, [2 * PLACES, BM // 2, DEPTH], TILED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, DEPTH], TILED)
+    side = weights
+    if SIDE > 0:
+        side = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SIDE, DEPTH], TILED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    held = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=128 + 1)  # threads whose rows have come; the weights
+        mbarrier.init(full.index(s), count=1 if HELD else 128 + 1)  # the weights, and threads whose rows have come
         mbarrier.init(empty.index(s), count=2)
-    tiles = (order, expert, start, stop, items)
-    ring = (rows, weights, full, empty)
-    gl.warp_specialize(
-        [
-            (consume, (tiles, ring, factors, y, gate_cap, up_cap,
-                       gl.constexpr(0), CODED, PAIRED, CAPPED, N, K, BM, BN, BK, STAGES, OUT, OUT_GROUP)),
-            (consume, (tiles, ring, factors, y, gate_cap, up_cap,
-                       gl.constexpr(1), CODED, PAIRED, CAPPED, N, K, BM, BN, BK, STAGES, OUT, OUT_GROUP)),
-            (produce, (tiles, ring, x, w, scales, SHARE, CODED, N, K, BM, BN, BK, STAGES)),
-        ],
-        [4, 4],
-        [REGISTERS, REGISTERS],
-    )  # fmt: skip
+    for s in gl.static_range(PLACES):
+        mbarrier.init(held.index(s), count=128)
+        mbarrier.init(free.index(s), count=2)
+    tiles = (order, expert, start, stop, gl.load(number) * PARTS)
+    ring = (rows, weights, side, full, empty, held, free)
+    if BITS == 16:
+        gl.warp_specialize(
+            [
+                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(0), BITS, PAIRED, CAPPED, HELD,
+                           N, K, BM, BN, SIDE, PARTS, STAGES)),
+                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(1), BITS, PAIRED, CAPPED, HELD,
+                           N, K, BM, BN, SIDE, PARTS, STAGES)),
+                (gather, (tiles, ring, x, w, w_side, SHARE, gl.constexpr(True), PAIRED, HELD, N, K, BM, BN, SIDE, PARTS,
+                          STAGES)),
+            ],
+            [4, 4],
+            [CONSUMER, GATHERER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(0), BITS, PAIRED, CAPPED, HELD,
+                           N, K, BM, BN, SIDE, PARTS, STAGES)),
+                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(1), BITS, PAIRED, CAPPED, HELD,
+                           N, K, BM, BN, SIDE, PARTS, STAGES)),
+                (gather, (tiles, ring, x, w, w_side, SHARE, gl.constexpr(False), PAIRED, HELD, N, K, BM, BN, SIDE,
+                          PARTS, STAGES)),
+                (unpack, (tiles, ring, w, scales, BITS, PAIRED, N, K, BN, PARTS, STAGES, DECODERS)),
+            ],
+            [4, 4, DECODERS],
+            [CONSUMER, GATHERER, DECODER],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Uses and columns of a tile, stages of the ring, registers of a thread; all of a multiprocessor."""
+    """Of a tile and its ring; registers of a thread of each kind of warps."""
 
     uses: int
     columns: int
+    side: int  # more columns
     stages: int
-    registers: int
+    decoders: int  # warps
+    registers: tuple[int, int, int]  # of a consumer, of who gathers, of a decoder
+    parts: int = 0  # of the columns, while whose products are made the rows are held; 0: they are not
 
 
-# us of both halves of 8192 tokens on an H200, in bf16 and in NVFP4: 256 x 128 946 + 626 and 1227 + 681, 128 x 256
-# 1200 + 616 and 1667 + 801; see docs/kernels.md
-SHAPE = Shape(256, 128, 4, 168)
-
-
-def written(rows: int, columns: int) -> gl.DistributedLinearLayout:
-    """How 128 threads hold what they write: eight columns each, four of them 32 of one row."""
-    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 1 << i] for i in range(5, columns.bit_length() - 1))]
-    registers += [[1 << i, 0] for i in range(6, rows.bit_length() - 1)]
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+CODES, PLAIN = Shape(256, 128, 0, 4, 4, (168, 64, 112)), Shape(256, 128, 64, 4, 0, (224, 56, 0))
+SHORT_CODES, SHORT_PLAIN = Shape(256, 128, 0, 2, 4, (168, 64, 112), 4), Shape(256, 128, 0, 2, 0, (168, 168, 0), 4)
+SHORT = 0  # columns of rows of which a tile is held; 384 can be
 
 
 @functools.cache
@@ -324,12 +229,32 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def shape_of(rows: int, length: int, coded: bool, paired: bool) -> Shape:
+    """How to cut products with matrices [rows, length]."""
+    if length <= SHORT and not paired and rows % (128 * SHORT_PLAIN.parts) == 0:
+        return SHORT_CODES if coded else SHORT_PLAIN
+    if coded:
+        return CODES
+    return PLAIN if rows % (PLAIN.columns + PLAIN.side) == 0 else Shape(256, 128, 0, 4, 0, (168, 168, 0))
+
+
 def fits(x: Tensor, w: Weights) -> bool:
-    """Whether `wide` takes rows x and these weights: bf16 or NVFP4 on a Hopper, in sizes that its tiles divide."""
+    """Whether `wide` takes rows x and these weights: bf16 or codes on a Hopper, in sizes that its tiles divide."""
     _, rows, length = w.shape
-    known = w.bits == 4 if isinstance(w, Coded) else w.is_contiguous()
+    known = isinstance(w, Coded) or w.is_contiguous()
     known = known and x.dtype == w.dtype == torch.bfloat16 and x.is_contiguous()
-    return known and processors(x.device) > 0 and rows % SHAPE.columns == length % (2 * DEPTH) == 0
+    return known and processors(x.device) > 0 and rows % 128 == length % (2 * DEPTH.value) == 0
+
+
+def descriptor(w: Tensor, columns: int, paired: bool) -> TensorDescriptor:
+    """Tiles of `columns` rows of w [E, N, K], in the order of ring.py's `column_of`."""
+    experts, rows, length = w.shape
+    groups = 8 if paired else 4
+    return TensorDescriptor(
+        w, [experts * rows // (8 * groups), groups, 4, 2, length],
+        [8 * groups * length, 2 * length, 2 * groups * length, length, 1],
+        [columns // (8 * groups), groups, 4, 2, DEPTH.value], gl.NVMMASharedLayout(128, 16, 5),
+    )  # fmt: skip
 
 
 def wide(
@@ -337,21 +262,22 @@ def wide(
 ) -> Tensor:
     """`grouped` of many.py for all uses of a routing, where `fits`."""
     experts, rows, length = w.shape
-    uses = tiles(route, experts, SHAPE.uses)
+    shape = shape_of(rows, length, isinstance(w, Coded), paired)
+    uses = tiles(route, experts, shape.uses)
     if isinstance(w, Coded):
+        bits = w.bits
         weights, scales, factors = stored(w)
-        scales = scales.view(torch.int16)
+        side, scales = weights, scales.view(torch.int16) if bits == 4 else scales
     else:
-        layout = gl.NVMMASharedLayout(128, 16, 2)
-        weights = TensorDescriptor.from_tensor(w.flatten(0, 1), [SHAPE.columns, DEPTH], layout)
-        scales = factors = x
-    programs = min(processors(x.device), len(uses.expert) * triton.cdiv(rows, SHAPE.columns))
-    columns = SHAPE.columns // 2 if paired else SHAPE.columns
-    wide_kernel[(programs,)](
-        x, weights, scales, factors, uses.order, uses.expert, uses.start, uses.stop, uses.number, out,
+        bits, scales, factors = 16, x, x
+        weights = descriptor(w, shape.columns, paired)
+        side = descriptor(w, shape.side, paired) if shape.side else weights
+    parts = shape.parts or rows // (shape.columns + shape.side)
+    wide_kernel[(min(processors(x.device), len(uses.expert) * parts),)](
+        x, weights, side, scales, factors, uses.order, uses.expert, uses.start, uses.stop, uses.number, out,
         1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
-        share, isinstance(w, Coded), paired, caps is not None, rows, length, SHAPE.uses, SHAPE.columns, DEPTH,
-        SHAPE.stages, written(SHAPE.uses // 2, columns), written(GROUP.value, columns), SHAPE.registers,
+        share, bits, paired, caps is not None, shape.parts > 0, rows, length, shape.uses, shape.columns, shape.side,
+        parts, shape.stages, shape.decoders, *shape.registers,
         num_warps=4,
     )  # fmt: skip
     return out
