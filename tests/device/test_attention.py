@@ -21,6 +21,7 @@ GEOMETRIES = {  # heads, kv heads, window, extent, scaling
     "full": (8, 1, None, 1024, LogScaling(131072, 0.1)),
     "window": (8, 2, 512, 512, None),
     "six": (6, 1, None, 1024, None),
+    "three": (24, 8, 1024, 1024, None),
 }
 
 
@@ -215,7 +216,7 @@ def test_prefill(wide, first, count):
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("geometry", ["full", "window"])
+@pytest.mark.parametrize("geometry", ["full", "window", "six", "three"])
 def test_random_batches(geometry, coded):
     """Sequences of all sizes of steps together, edges of blocks, windows and extents included."""
     random.seed(1)

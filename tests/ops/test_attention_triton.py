@@ -16,6 +16,7 @@ GEOMETRIES = {  # heads, kv heads, size, states, window, extent, scaling, block
     "full_one_kv_head": (6, 1, 5, 2, None, 40, None, 16),
     "full_pages_of_tiles": (4, 2, 16, 16, None, 11, None, 16),
     "full_pages_of_words": (4, 2, 32, 16, None, 11, None, 16),
+    "full_three_heads": (6, 2, 16, 5, None, 11, None, 8),
     "window": (4, 2, 8, 3, 20, 20, None, 32),
     "window_of_one": (2, 1, 4, 2, 1, 1, None, 8),
     "window_past_the_extent": (3, 3, 16, 5, 20, 4, LogScaling(1, 0.2), 16),
@@ -66,14 +67,13 @@ def test_steps(geometry):
     compare(geometry, [(33, 1, 0), (1, 2, 3), (1, 1, 1)], seam=geometry in ("full", "window_past_the_extent"))
 
 
-@pytest.mark.parametrize("deepest", [0, 256], ids=["sheared", "unrolled"])
 @pytest.mark.parametrize(
-    "geometry", ["full", "full_pages_of_tiles", "window", "full_one_kv_head", "window_past_the_extent"]
+    "geometry",
+    ["full", "full_three_heads", "full_pages_of_tiles", "window", "full_one_kv_head", "window_past_the_extent"],
 )
-def test_chunks_beside_single_tokens(geometry, deepest, monkeypatch):
+def test_chunks_beside_single_tokens(geometry, monkeypatch):
     """Long chunks take the kernel that walks all keys, the others are split over keys."""
     monkeypatch.setattr(splits, "whole", lambda *args: False)
-    monkeypatch.setattr(splits, "DEEPEST", deepest)
     compare(geometry, [(37, 0, 0), (58, 3, 1)], seam=geometry == "full")
 
 

@@ -1,8 +1,8 @@
 """Attention of many queries: a program has a tile of queries and walks all keys they see.
 
 4 * D operations for each visible pair of query head and key is the floor. Tiles without bias and edges take the short
-path. In the others the bias is one more product with a bank that was shifted for each query of a tile beforehand, or,
-where that is too deep, a product of depth `states` and a shear through shared memory.
+path. In the others the bias is made by two small products with a bank that was shifted beforehand, see `tile.octets`.
+Rows of a tile are groups of eight queries of one head, octet by octet of a sequence's queries, in each head by head.
 """
 
 import triton
@@ -21,7 +21,6 @@ from inkcap.ops.attention.tile import (
     growth,
     near_own,
     near_pages,
-    sequence_of,
 )
 
 
@@ -31,10 +30,10 @@ def shift_kernel(
     STATES: tl.constexpr, SP: tl.constexpr, EXTENT: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr,
     N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The bank shifted by each of a tile's queries, as `tile.unrolled` wants it: [queries + 8, SP, PITCH]."""
+    """The bank shifted, as `tile.octets` wants it: [octets * 8, SP, PITCH]."""
     state = tl.arange(0, SP)
     x = tl.program_id(1) * N + tl.arange(0, N)
-    columns = bank(bias, tl.program_id(0) + ZERO - x, state, STATES, EXTENT)
+    columns = bank(bias, tl.program_id(0) + ZERO + 8 - x, state, STATES, EXTENT)
     pdl.trigger(PDL)
     pdl.wait(PDL)
     tl.store(table + (tl.program_id(0) * SP + state)[:, None] * PITCH + x[None, :], columns, mask=(x < PITCH)[None, :])
@@ -74,8 +73,8 @@ def tile_kernel(
     sequences, least, scale, floor, alpha, s_k, s_r, s_sinks, s_gate, s_block, s_token, s_head, s_table,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STATES: tl.constexpr, SP: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
-    RP: tl.constexpr, BM: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr,
+    RP: tl.constexpr, BM: tl.constexpr, OCTETS: tl.constexpr, BN: tl.constexpr, NN: tl.constexpr,
+    SPARE: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr, SHUFFLED: tl.constexpr,
     SINKS: tl.constexpr, GATE: tl.constexpr, TILED: tl.constexpr, CODED: tl.constexpr, NATIVE: tl.constexpr,
     FAR_STAGES: tl.constexpr, STAGES: tl.constexpr, PAGE_STAGES: tl.constexpr, OWN_STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -88,9 +87,12 @@ def tile_kernel(
     pdl.wait(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    i = sequence_of(starts, tile, sequences, BQ, RP)
+    ri = tl.arange(0, RP)
+    base = tl.load(starts + ri, mask=ri < sequences, other=0) * G // BM + SPARE * ri
+    i = tl.sum(((base <= tile) & (ri < sequences)).to(tl.int32), 0) - 1
     start = tl.load(starts + i)
-    offset = (tile - start // BQ - i) * BQ
+    group = (tile - start * G // BM - SPARE * i) * (BM // 8)
+    offset = group // G * 8
     count = tl.load(starts + i + 1) - start
     if (offset >= count) | (count < least):
         return
@@ -107,10 +109,11 @@ def tile_kernel(
     rj = tl.arange(0, NN)
     rd = tl.arange(0, DP)
     state = tl.arange(0, SP)
-    query = rm // G
-    live = (query < BQ) & (offset + query < count)
+    group += rm // 8
+    query = group // G * 8 - offset + rm % 8
+    live = offset + query < count
     token = (start + offset + query).to(tl.int64)
-    of_head = head * G + rm % G
+    of_head = head * G + group % G
     inside = live[:, None] & (rd < D)[None, :]
     at = (token * HEADS + of_head)[:, None] * D + rd[None, :]
     rows_q = tl.load(q + at, mask=inside, other=0.0)
@@ -145,23 +148,20 @@ def tile_kernel(
             rows_q, acc, top, total, k, v, 0, own_bend, count, rn, rd, s_k, scale * LOG2E, D, DP, BN, STAGES
         )  # fmt: skip
     # loaded here so that they take no shared memory from the loops above
-    place = state
-    stated = live[:, None] & (state < STATES)[None, :]
-    if PITCH:
-        place = tl.arange(0, DEPTH) % SP
-        stated = (live[:, None] & (place < STATES)[None, :]) & (query[:, None] == (tl.arange(0, DEPTH) // SP)[None, :])
+    place = tl.arange(0, OCTETS * SP)
+    stated = live[:, None] & (place % SP < STATES)[None, :] & (query[:, None] // 8 == (place // SP)[None, :])
     rows_r = tl.load(
-        r + token[:, None] * s_r + (of_head * STATES)[:, None] + place[None, :], mask=stated, other=0.0
+        r + token[:, None] * s_r + (of_head * STATES)[:, None] + (place % SP)[None, :], mask=stated, other=0.0
     )  # fmt: skip
     acc, top, total = near_pages(
         rows_q, rows_r, grown, acc, top, total, k_plane, v_plane, pages, bias, bend * (BN // NN), tl.cdiv(first, NN),
         low, first, position, query, rj, rd, state, s_block, s_token, scale * LOG2E,
-        D, DP, BLOCK, NN, STATES, EXTENT, WINDOW, False, WIDTH, SP, ZERO, PITCH, NATIVE, PAGE_STAGES,
+        D, DP, BLOCK, NN, STATES, EXTENT, WINDOW, False, NN, SP, ZERO, PITCH, NATIVE, PAGE_STAGES, SHUFFLED,
     )  # fmt: skip
     acc, top, total = near_own(
         rows_q, rows_r, grown, acc, top, total, k, v, bias, own_bend * (BN // NN),
-        tl.cdiv(tl.minimum(offset + BQ, count), NN), count, offset, query, rj, rd, state, s_k, scale * LOG2E,
-        D, DP, NN, STATES, EXTENT, WINDOW, WIDTH, SP, ZERO, PITCH, OWN_STAGES,
+        tl.cdiv(tl.minimum(offset + OCTETS * 8, count), NN), count, offset, query, rj, rd, state, s_k, scale * LOG2E,
+        D, DP, NN, STATES, EXTENT, WINDOW, NN, SP, ZERO, PITCH, OWN_STAGES, SHUFFLED,
     )  # fmt: skip
     pdl.trigger(PDL)
     y = finish(

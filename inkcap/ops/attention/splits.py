@@ -9,7 +9,6 @@ KEYS = 64  # keys of a tile; a page
 ROWS = 64  # most rows of a tile: 8 queries of 8 heads cost no more than one where keys are many
 FEW = 16  # queries of a sequence that are split over keys whatever the rest of the step is
 PROGRAMS = 264  # two a processor
-DEEPEST = 256  # product of queries and states that is worth unrolling
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +72,35 @@ class Tiling:
 def tiling(window: int | None, bytes_: int) -> Tiling:
     """For full attention or within a window, and elements of so many bytes; measured for two.
 
-    8K queries, us: near 64 425, near 32 434-462; within the window near 32 168, near 64 176; 128 rows 485 and 264.
+    8K queries behind nothing / 24K, us, 8 heads on 1: near 64 383 / 1825, near 32 419 / 1879; stages 3 and 2 near 354 /
+    1894. Within windows, 24 heads on 8, 1024 keys: near 64 with stages 3 and 2 717, with 1 and 1 840, near 32 1028.
     """
     if bytes_ > 2:  # shared memory holds no more than one tile
         return Tiling(ROWS, 4, KEYS // 2, (1, 1, 1, 1))
-    return Tiling(ROWS, 4, KEYS if window is None else KEYS // 2, (5, 3, 1, 1))
+    return Tiling(ROWS, 4, KEYS, (5, 3, 1, 1) if window is None else (5, 3, 3, 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
-    """The bank shifted for each query of a tile; `pitch` 0: not done, since the product would be too deep."""
+class Octets:
+    """How tiles of the kernel for many queries are made of groups of eight rows, and the bank shifted for them."""
 
-    depth: int
-    zero: int
-    pitch: int
+    number: int  # most octets of queries that a tile touches, as a power of 2
+    spare: int  # ids of tiles of a sequence beyond what its rows fill
+    zero: int  # from this distance of the first query and key on no key of a tile has a bias
+    pitch: int  # of the shifted bank
 
 
-def shift(queries: int, states: int, extent: int) -> Shift:
-    """For tiles of `queries` queries and padded `states`; at distance `zero` and beyond no key of a tile has a bias."""
-    side = 1 << (queries - 1).bit_length()
-    if side * states > DEEPEST:
-        return Shift(states, 0, 0)
+def octets(rows: int, group: int, extent: int) -> Octets:
+    """For tiles of `rows` rows, and `group` query heads of a kv head.
+
+    A sequence of n tokens has ceil(ceil(n / 8) * group * 8 / rows) tiles; sequence i owns the ids from
+    starts[i] * group // rows + i * spare on.
+    """
+    tiles = rows // 8
+    touched = max((tiles * (tile + 1) - 1) // group - tiles * tile // group + 1 for tile in range(group))
+    number = 1 << (touched - 1).bit_length()
     zero = -(-(extent + KEYS) // 16) * 16
-    return Shift(side * states, zero, -(-(zero + side + 8 + KEYS) // 64) * 64)
+    return Octets(number, 2 + 7 * group // rows, zero, -(-(zero + 8 * number + 16 + KEYS) // 64) * 64)
 
 
 def stages(plan: Splits, early: bool, bytes_: int, roomy: bool) -> tuple[int, int]:

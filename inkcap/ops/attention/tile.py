@@ -136,21 +136,66 @@ def sheared(
     return tl.gather(all_of, query[:, None] + (BN - 1 - rn)[None, :], 1).to(tl.float32)
 
 
-@triton.jit
-def unrolled(spread, table, distance, rn, SP: tl.constexpr, BN: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr):
-    """Bias [BM, BN], rounded, as a product over queries and states; `distance` is that of the first query and key.
+# rows g and g + 8 of a fragment, of which four lanes hold eight columns, shifted by g columns: from pairs of 16-bit
+# numbers of these columns and of the eight before them
+SHIFT = tl.constexpr("""{
+.reg .b32 lane, t, g, e, f, a, b, x, y, s;
+.reg .pred p, q, odd;
+mov.u32 lane, %laneid;
+and.b32 t, lane, 3;
+shr.u32 g, lane, 2;
+shr.u32 e, g, 1;
+and.b32 f, g, 1;
+setp.ne.u32 odd, f, 0;
+selp.b32 s, 0x5432, 0x7654, odd;
+add.u32 f, t, e;
+setp.lt.u32 p, f, 4;
+setp.lt.u32 q, f, 3;
+sub.u32 a, t, e;
+sub.u32 b, a, 1;
+and.b32 a, a, 3;
+and.b32 b, b, 3;
+and.b32 g, lane, 28;
+or.b32 a, a, g;
+or.b32 b, b, g;
+selp.b32 x, $2, $4, p; selp.b32 y, $2, $4, q;
+shfl.sync.idx.b32 x, x, a, 31, -1; shfl.sync.idx.b32 y, y, b, 31, -1;
+prmt.b32 $0, y, x, s;
+selp.b32 x, $3, $5, p; selp.b32 y, $3, $5, q;
+shfl.sync.idx.b32 x, x, a, 31, -1; shfl.sync.idx.b32 y, y, b, 31, -1;
+prmt.b32 $1, y, x, s;
+}""")
 
-    `spread` [BM, queries * SP] has each row's states at its query's place. Row (i, c) of the tile is the bank's row c
-    shifted by query i: table [queries + 8, SP, PITCH] holds at [n, c, x] the bias of state c at distance n + ZERO - x.
-    The part of the distance below 8 is taken by rows, so that columns start at multiples of 8: 16 bytes. From distance
-    ZERO on the tile is 0, whatever the distance.
+
+@triton.jit
+def octets(
+    spread, table, distance, rn,
+    SP: tl.constexpr, BN: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr, SHUFFLED: tl.constexpr,
+):  # fmt: skip
+    """Bias [BM, BN], rounded, of rows in groups of eight queries of a head; `distance`: of the first query and key.
+
+    Two products over octets of queries and states give each row's bias as if it were its group's first query, at these
+    keys and at the eight before them: shifted by its place in the group that is its own. `spread` [BM, octets * SP] has
+    each row's states at its octet's place; table [octets * 8, SP, PITCH] holds at [n, c, x] the bias of state c at
+    distance n + ZERO + 8 - x. The part of the distance below 8 is taken by rows, so that columns start at multiples of
+    8: 16 bytes. From distance ZERO on the tile is 0, whatever the distance. SHUFFLED: in registers.
     """
     distance = tl.minimum(distance, ZERO)
     low = distance & 7
     begin = tl.multiple_of(ZERO - (distance - low), 8)
     row = tl.arange(0, spread.shape[1])
-    tile = tl.load(table + (low * SP + row)[:, None] * PITCH + (begin + rn)[None, :])
-    return tl.dot(spread, tile, input_precision="ieee").to(spread.dtype).to(tl.float32)
+    at = table + (((low + row // SP * 8) * SP + row % SP) * PITCH)[:, None] + (begin + rn)[None, :]
+    before = tl.dot(spread, tl.load(at), input_precision="ieee").to(spread.dtype)
+    here = tl.dot(spread, tl.load(at + 8), input_precision="ieee").to(spread.dtype)
+    if SHUFFLED:
+        out = tl.inline_asm_elementwise(
+            SHIFT, "=r,=r,r,r,r,r", [here, before], dtype=spread.dtype, is_pure=False, pack=4
+        )  # fmt: skip
+    else:
+        column = rn[None, :] - (tl.arange(0, spread.shape[0]) % 8)[:, None]
+        out = tl.gather(here, tl.maximum(column, 0), 1)
+        out = tl.where(column < 0, tl.gather(before, tl.minimum(column + 8, BN - 1), 1), out)
+    return out.to(tl.float32)
 
 
 @triton.jit
@@ -224,10 +269,11 @@ def near_pages(
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, STATES: tl.constexpr,
     EXTENT: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr, WIDTH: tl.constexpr, SP: tl.constexpr,
     ZERO: tl.constexpr, PITCH: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
+    SHUFFLED: tl.constexpr = False,
 ):  # fmt: skip
     """Tiles with bias or edges; `position` is that of the first query, `grown` what scales each row's bias.
 
-    With PITCH, r and bias are the operands of `unrolled`.
+    With PITCH, r and bias are the operands of `octets`.
     """
     for t in tl.range(begin, end, num_stages=STAGES):
         k, v = paged(
@@ -236,7 +282,7 @@ def near_pages(
         k, v = decoded(k, q.dtype, NATIVE), decoded(v, q.dtype, NATIVE)
         at = t * BN + rn
         if PITCH:
-            z = unrolled(r, bias, position - t * BN, rn, SP, BN, ZERO, PITCH) * (grown / scale)[:, None]
+            z = octets(r, bias, position - t * BN, rn, SP, BN, ZERO, PITCH, SHUFFLED) * (grown / scale)[:, None]
             z = tl.dot(q, tl.trans(k), z, input_precision="ieee") * scale
         else:
             z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -274,13 +320,13 @@ def near_own(
     q, r, grown, acc, top, total, k_own, v_own, bias, begin, end, count, offset, query, rn, rd, state, s_own, scale,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, STATES: tl.constexpr, EXTENT: tl.constexpr,
     WINDOW: tl.constexpr, WIDTH: tl.constexpr, SP: tl.constexpr, ZERO: tl.constexpr, PITCH: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SHUFFLED: tl.constexpr = False,
 ):  # fmt: skip
     """This step's tiles with bias or edges; `offset` counts the sequence's tokens before the first query."""
     for u in tl.range(begin, end, num_stages=STAGES):
         k, v = fresh(k_own, v_own, u, count, rn, rd, s_own, D, DP, BN, True)
         if PITCH:
-            z = unrolled(r, bias, offset - u * BN, rn, SP, BN, ZERO, PITCH) * (grown / scale)[:, None]
+            z = octets(r, bias, offset - u * BN, rn, SP, BN, ZERO, PITCH, SHUFFLED) * (grown / scale)[:, None]
             z = tl.dot(q, tl.trans(k), z, input_precision="ieee") * scale
         else:
             z = tl.dot(q, tl.trans(k), input_precision="ieee") * scale

@@ -102,27 +102,23 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, least: in
     states, extent = scores.bias.shape
     sequences = len(packing.rows)
     tiling = splits.tiling(scores.window, q.element_size())
-    rows, queries = splits.rows_of(tiling.rows, heads // kv, tiling.rows)
-    on = pdl.supported(q.device)
-    bank, shift = scores.bias, splits.shift(queries, padded(states), extent)
-    if shift.pitch:
-        shifts = shift.depth // padded(states) + 8
-        bank = scores.bias.new_empty(shifts, padded(states), shift.pitch)
-        shift_kernel[(shifts, triton.cdiv(shift.pitch, 256))](
-            scores.bias, bank, states, padded(states), extent, shift.zero, shift.pitch, 256, on,
-            num_warps=4, **pdl.launch(on),
-        )  # fmt: skip
+    shift = splits.octets(tiling.rows, heads // kv, extent)
+    on, bank = pdl.supported(q.device), scores.bias.new_empty(shift.number * 8, padded(states), shift.pitch)
+    shift_kernel[(len(bank), triton.cdiv(shift.pitch, 256))](
+        scores.bias, bank, states, padded(states), extent, shift.zero, shift.pitch, 256, on,
+        num_warps=4, **pdl.launch(on),
+    )  # fmt: skip
     planes, native = coded(view, v_scale)
     tiles = tiles_of(k, v, view.block, planes) if scores.window is None else (None,) * 4
-    tile_kernel[(splits.bound(len(q), sequences, queries), kv)](
+    tile_kernel[(len(q) * heads // kv // tiling.rows + sequences * shift.spare, kv)](
         q, k, v, r, out, bank, q if sinks is None else sinks, q if gate is None else gate,
         q if v_scale is None else v_scale, *planes, *tiles, view.table, packing.starts, packing.rows, packing.first,
         sequences, least, scores.scale, *growth_of(scores), k.stride(0), r.stride(0),
         0 if sinks is None else sinks.stride(0), 0 if gate is None else gate.stride(0), *planes[0].stride()[:3],
         view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
-        scores.scaling is not None, triton.next_power_of_2(sequences), rows, queries, splits.KEYS, tiling.near,
-        triton.next_power_of_2(queries + tiling.near), shift.depth, shift.zero, shift.pitch,
+        scores.scaling is not None, triton.next_power_of_2(sequences), tiling.rows, shift.number, splits.KEYS,
+        tiling.near, shift.spare, shift.zero, shift.pitch, q.is_cuda and r.element_size() == 2,
         sinks is not None, gate is not None, tiles[0] is not None, v_scale is not None, native, *tiling.stages, on,
         num_warps=tiling.warps, **pdl.launch(on),
     )  # fmt: skip
