@@ -19,6 +19,16 @@ def test_static_taps(width, channels, residual):
     test_sconv.test_static_taps(width, channels, residual)
 
 
+@pytest.mark.parametrize("at_once", [1, 4, 32])
+@pytest.mark.parametrize("residual", [False, True])
+def test_walks(at_once, residual, monkeypatch):
+    """Programs that take some tokens one after the other, of several sequences; also with a number before."""
+    monkeypatch.setattr("inkcap.ops.sconv.triton.WALKED", 1)
+    monkeypatch.setattr("inkcap.ops.sconv.walk.WALK", (at_once, 4, min(2, at_once), 1))
+    for width, channels in ((4, 6), (2, 5)):
+        test_sconv.test_static_taps(width, channels, residual)
+
+
 def test_fp16_is_rounded_once():
     got, want = test_sconv.run(4, 40, "float16", test_sconv.static(4, 40), residual=True)
     for g, w in zip(got, want, strict=True):

@@ -11,19 +11,10 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.sconv.ref import sconv
+from inkcap.ops.sconv.walk import WALKED, Parts, older, walk
 from inkcap.ops.values import GroupView, Packing
 
 FEW, MANY = (1, 512, 2), (1, 1024, 2)  # tokens and channels of a program, and its warps; up to 64 tokens and beyond
-
-
-@triton.jit
-def older(plane, table, row, position, at, mask, block_stride, token_stride, table_stride, BLOCK: tl.constexpr):
-    """State at a position of a table row, zero before position 0. Row and position broadcast to the shape of `mask`."""
-    held = tl.maximum(position, 0)
-    block = tl.load(table + row.to(tl.int64) * table_stride + held // BLOCK).to(tl.int64)
-    return tl.load(
-        plane + block * block_stride + held % BLOCK * token_stride + at, mask=mask & (position >= 0), other=0.0
-    )
 
 
 @triton.jit
@@ -170,11 +161,13 @@ def convolve(
     assert x.stride(1) == state.stride(2) == 1, "channels of x and of the plane must be contiguous"
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
+    static = taps.dim() == 2
+    if static and added is None and packing.widest > 1 and tokens >= WALKED and taps.shape[1] <= 4:
+        return walk(Parts(x, 1), taps, view, packing, plane, scale, residual, before, dtype)
     summed = x.dtype if residual is None else torch.promote_types(residual.dtype, x.dtype)
     out = x.new_empty(x.shape, dtype=dtype or summed)
     if not tokens:
         return out
-    static = taps.dim() == 2
     on = pdl.supported(x.device)
     bt, bc, warps = FEW if tokens <= 64 else MANY
     bc = min(bc, triton.next_power_of_2(channels))
