@@ -37,8 +37,9 @@ def load_rank(config: EngineConfig, comm: Comm) -> Rank:
 def join_and_load(setup: RankSetup) -> Rank:
     """Meet the other ranks, then load. The ranks meet at a file in the engine's private folder: no port to guess."""
     store = dist.FileStore(f"{setup.folder}/meeting", setup.size)  # pyright: ignore[reportPrivateImportUsage]
-    device = device_for(setup.config, setup.rank)
-    return load_rank(setup.config, Comm.join(store, setup.rank, setup.size, name="tp", device=device))
+    device, ordered = device_for(setup.config, setup.rank), setup.config.model.deterministic
+    comm = Comm.join(store, setup.rank, setup.size, name="tp", device=device, ordered=ordered)
+    return load_rank(setup.config, comm)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,14 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 class Comm:
     """One rank's end of a group. Every rank of the group calls the same verbs in the same order.
 
-    Sums are formed in an order that depends on rank and size alone, and every rank gets the same bits.
+    Every rank gets the same bits of a sum. The order it is formed in is the transport's, which may choose it by the
+    tensor's size; where sums are `ordered` it is that of the ranks.
     """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None  # None exactly when size is 1
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
@@ -41,7 +43,14 @@ class Comm:
 
     @staticmethod
     def join(
-        store: Store, rank: int, size: int, *, name: str, device: torch.device, timeout_seconds: float = 600.0
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        name: str,
+        device: torch.device,
+        timeout_seconds: float = 600.0,
+        ordered: bool = False,
     ) -> "Comm":
         """Meet the other ranks of group `name` at `store`; blocks until all are there. Touches no global state.
 
@@ -62,12 +71,17 @@ class Comm:
             kind = dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(kind)
         group._register_backend(torch.device(device.type), kind, backend)
-        return Comm(rank=rank, size=size, group=group)
+        return Comm(rank=rank, size=size, group=group, ordered=ordered)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place; `x` must be contiguous. Returns `x`."""
         assert x.is_contiguous(), "all_reduce needs a contiguous tensor"
-        if self.group is not None:
+        if self.group is not None and self.ordered:
+            total, *others = self.all_gather(x.unsqueeze(0)).float()  # [size, ...]
+            for other in others:
+                total = total + other
+            x.copy_(total)
+        elif self.group is not None:
             self.group.allreduce([x]).wait()
         return x
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64):
 noise = torch.randn(1000, generator=torch.Generator(device).manual_seed(rank))
 sums = [comm.all_reduce(noise.clone()) for _ in range(2)]
 results["same_bits_again"] = torch.equal(*sums)
+results["ordered"] = torch.equal(replace(comm, ordered=True).all_reduce(noise.clone()), sums[0])  # of two ranks
 results["sum_bits"] = sums[0].view(torch.int32).sum().item()
 results["slab_is_part_of_sum"] = torch.equal(comm.reduce_scatter(noise), sums[0].chunk(size)[rank])
 if rank == 0:

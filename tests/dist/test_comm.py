@@ -34,6 +34,17 @@ def test_two_ranks_over_gloo(two):
 def test_sums_are_the_same_bits_on_every_rank_and_every_time(two):
     assert all(result["same_bits_again"] and result["slab_is_part_of_sum"] for result in two)
     assert two[0]["sum_bits"] == two[1]["sum_bits"]
+    assert two[0]["ordered"]
+    assert two[1]["ordered"]
+
+
+def test_ordered_sums_go_from_rank_to_rank(monkeypatch):
+    held = torch.randn(3, 1000) * torch.tensor([1e4, 1.0, 1e2])[:, None]
+    monkeypatch.setattr(Comm, "all_gather", lambda self, x: held)
+    x, comm = held[1].clone(), Comm(rank=1, size=3, group=object(), ordered=True)
+    assert comm.all_reduce(x) is x
+    assert torch.equal(x, (held[0] + held[1]) + held[2])
+    assert not torch.equal(x, (held[1] + held[2]) + held[0])
 
 
 def test_there_is_no_global_group(two):
