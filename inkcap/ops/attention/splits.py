@@ -137,12 +137,13 @@ def plan(
     if widest == 1 and window is None and pages * programs <= PROGRAMS:  # a tile each, with bias or without
         return Splits(rows, queries, tiles, 0, max(1, pages))
     if far_tiles <= 0:
-        return Splits(rows, queries, tiles, 0, _divide(close, max(1, 2 * PROGRAMS // programs)))
+        least = 2 if widest == 1 else 1
+        return Splits(rows, queries, tiles, 0, _divide(close, max(least, 2 * PROGRAMS // programs)))
     least = 4 if programs < PROGRAMS // 2 else 2 if programs < PROGRAMS else 1
     far = min(far_tiles, max(PROGRAMS // programs, least))
     share = -(-far_tiles // far)
     near = close if close * programs <= PROGRAMS // 8 else _divide(close, -(-close * 3 // 2 // share))
-    if tiles == 1 and near < far and far + near > PROGRAMS // programs and close * 8 > share * near:
+    if near < far and far + near > PROGRAMS // programs and close * 8 > share * near:
         far -= near  # else some would begin when others end; but not where near ones end soon
     return Splits(rows, queries, tiles, far, near)
 
