@@ -12,6 +12,7 @@ from inkcap.ops.attention import fixed, splits
 from inkcap.ops.dispatch import OPS, bind
 from inkcap.ops.experts import triton as experts
 from inkcap.ops.linear import fixed as products
+from inkcap.ops.mix import fixed as mixtures
 from inkcap.ops.values import Scores
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -53,6 +54,7 @@ def test_kernels(name, tokens, monkeypatch):
     """Under the interpreter; that they give the same bits in any company is for a device to show."""
     monkeypatch.setattr(products, "FEW", 4)  # tokens in parts
     monkeypatch.setattr(experts, "FEW", 4)  # tokens without lists
+    monkeypatch.setattr(mixtures, "FEW", 4)  # tokens whose states are made at once
     run = tokenwise.cases(CPU, torch.float32, tokens, channels=72, units=24)[name]
     got = run(OPS[name].implementations["fixed"][0], slice(None))
     torch.testing.assert_close(got, run(OPS[name].reference, slice(None)), rtol=1e-4, atol=1e-4)

@@ -44,7 +44,14 @@ def mix_kernel(
 
 
 def launch(
-    sources: Sequence[Tensor], queries: Tensor, eps: float, out: Tensor, norms: Norms | None, *, shares: bool
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    eps: float,
+    out: Tensor,
+    norms: Norms | None,
+    *,
+    shares: bool,
+    warps: int | None = None,
 ) -> Tensor:
     """Launch `mix_kernel` for one token or more; returns `out`."""
     (tokens, channels), on = sources[0].shape, pdl.supported(queries.device)
@@ -56,7 +63,7 @@ def launch(
         tuple(sources), queries, weight, out, eps, 0.0 if norms is None else norms.eps,
         channels if len(weight) > 1 else 0,
         norms is not None, shares, max(0, len(sources) - LATE), channels, block, on,
-        num_warps=max(1, min(16, block // 512)), **pdl.launch(on),
+        num_warps=warps or max(1, min(16, block // 512)), **pdl.launch(on),
     )  # fmt: skip
     return out
 
