@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
+from inkcap.ops.experts import fragments
 from inkcap.ops.experts.coded_many import coded_width_of, grouped_coded, stored
 from inkcap.ops.experts.coded_row import coded_chunks, down_row_coded, down_row_joined, up_row_coded
 from inkcap.ops.experts.few import FEW, NARROW, cut_of, grouped_few, suits
@@ -50,6 +51,8 @@ def up(
         on, normed = pdl.supported(device), rows.normed is None
         x = rows.rows if rows.normed is None else rows.normed
         shared_out = torch.empty(1, shared, columns // 2, dtype=rows.dtype, device=device)
+        if isinstance(w13, Coded) and not shared and not normed and fragments.suits(x, w13, top_k):
+            return fragments.up(x, w13, route, caps, out), shared_out
         if isinstance(w13, Coded):
             (bn, dense_bn, warps), coded = UP_CODED if length > 4096 else UP_SHORT, coded_chunks(length)
             programs = shared * triton.cdiv(columns, dense_bn) + top_k * triton.cdiv(columns, bn)
@@ -183,6 +186,9 @@ def down(
                 num_warps=warps, **pdl.launch(on),
             )  # fmt: skip
             return out, None
+        if isinstance(w2, Coded) and fragments.suits(act, w2, top_k):
+            parts = (where, strides, window, conv_scale)
+            return fragments.down(act, w2, route, base, *parts, out, convolved=inside), None
         if isinstance(w2, Coded):
             bn, warps = DOWN_JOINED
             down_row_joined[(triton.cdiv(channels, bn),)](
