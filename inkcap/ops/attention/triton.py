@@ -71,7 +71,7 @@ def few(
     planes, native = coded(view, v_scale)
     # products of 64 rows take codes from shared memory once more, where words would only add work
     words = v_scale is not None and plan.rows < 64 and size == padded(size) >= 32 and view.block % splits.KEYS == 0
-    searched = 1 if one else triton.next_power_of_2(sequences)
+    searched = 1 if one else coarse(sequences, 64)
     keys = splits.KEYS if one else splits.KEYS // 2  # of a tile with bias
     width = triton.next_power_of_2(plan.queries + keys)
     split_kernel[(plan.total, plan.tiles * kv)](
@@ -84,14 +84,14 @@ def few(
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     channels = splits.channels(plan.total, padded(size))
+    total = triton.next_power_of_2(plan.total) if one else coarse(plan.total, 16)
     combine_kernel[(plan.tiles * plan.queries, heads, triton.cdiv(size, channels))](
         sums, tops, out, q if sinks is None else sinks, q if gate is None else gate,
         tops if v_scale is None else v_scale, packing.starts, packing.first,
         sequences, most, plan.far, plan.near, 0 if sinks is None else sinks.stride(0),
         0 if gate is None else gate.stride(0),
         heads, kv, size, extent, scores.window or 0, one, searched, plan.queries, splits.KEYS, keys,
-        plan.far > 0, triton.next_power_of_2(plan.total), channels, sinks is not None, gate is not None,
-        v_scale is not None, on,
+        plan.far > 0, total, channels, sinks is not None, gate is not None, v_scale is not None, on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def many(q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, least: in
         0 if sinks is None else sinks.stride(0), 0 if gate is None else gate.stride(0), *planes[0].stride()[:3],
         view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
-        scores.scaling is not None, triton.next_power_of_2(sequences), tiling.rows, shift.number, splits.KEYS,
+        scores.scaling is not None, coarse(sequences, 64), tiling.rows, shift.number, splits.KEYS,
         tiling.near, shift.spare, shift.zero, shift.pitch, q.is_cuda and r.element_size() == 2,
         sinks is not None, gate is not None, tiles[0] is not None, v_scale is not None, native, *tiling.stages, on,
         num_warps=tiling.warps, **pdl.launch(on),
@@ -167,6 +167,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, r: Tensor, scores: Scores, view: Grou
 def roomy(device: torch.device) -> bool:
     """Whether programs may hold three tiles of keys and values, two programs a processor."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor > ROOMY
+
+
+def coarse(number: int, least: int) -> int:
+    """`least` times a power of 4 that is enough: steps of all kinds need few kernels, each of which takes seconds."""
+    return least if number <= least else 4 * coarse(-(-number // 4), least)
 
 
 def padded(size: int) -> int:

@@ -145,7 +145,8 @@ def tiles(route: Routed, experts: int, width: int) -> Tiles:
     uses, device = route.choice.numel(), route.choice.device
     most = min(experts, uses) + uses // width
     on, block = pdl.supported(device), triton.next_power_of_2(experts)
-    listed = torch.empty(3, most, dtype=torch.int32, device=device)
+    # each list begins at 16 bytes: for other places Triton would compile other kernels
+    listed = torch.empty(3, triton.cdiv(most, 4) * 4, dtype=torch.int32, device=device)[:, :most]
     order, number = (torch.empty(n, dtype=torch.int32, device=device) for n in (uses, 1))
     if uses <= PAIRWISE:
         group_pairwise[(1 + triton.cdiv(uses, COMPARED),)](
