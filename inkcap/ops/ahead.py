@@ -1,13 +1,13 @@
 """Kernels compiled before they are launched, many at once; Triton compiles one after another, each when it is launched.
 
     with compiled_ahead(device):
-        step()  # launches nothing: what kernels would have written is 0
+        step()  # launches nothing: indices that kernels would have written are 0
 
 Compiled kernels are kept in Triton's cache directory, so that this takes long once only, on a machine's first start.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -15,21 +15,23 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 if find_spec("triton") is not None:
     from triton.runtime.jit import JITFunction
 else:
     JITFunction = None
-MADE_BY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+MADE_BY = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
 
 
-class Zeroed(TorchFunctionMode):
-    """New memory is 0: whatever reads what no kernel has written finds an index that exists."""
+def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`make`, whose integers are 0: whatever reads what no kernel has written finds an index that exists."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        return made.zero_() if func in MADE_BY and not made.is_meta else made
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = make(*args, **kwargs)
+        return tensor if tensor.is_floating_point() else tensor.zero_()
+
+    return made
 
 
 @contextmanager
@@ -42,6 +44,7 @@ def compiled_ahead(device: torch.device, kernels: Any = JITFunction) -> Iterator
         yield
         return
     launch, compile_now = kernels.run, kernels._do_compile
+    makers = [getattr(owner, name) for owner, name in MADE_BY]
     waiting: list[tuple[dict[object, object], object, Future[Any]]] = []
 
     def only_compile(self, *args, grid, warmup, **kwargs):
@@ -58,11 +61,14 @@ def compiled_ahead(device: torch.device, kernels: Any = JITFunction) -> Iterator
     begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin) as pool:
         kernels.run, kernels._do_compile = only_compile, compile_soon
+        for (owner, name), make in zip(MADE_BY, makers, strict=True):
+            setattr(owner, name, zeroed(make))
         try:
-            with Zeroed():
-                yield
+            yield
         finally:
             kernels.run, kernels._do_compile = launch, compile_now
+            for (owner, name), make in zip(MADE_BY, makers, strict=True):
+                setattr(owner, name, make)
             for cache, key, _ in waiting:
                 del cache[key]
         for cache, key, made in waiting:

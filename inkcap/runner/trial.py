@@ -46,16 +46,17 @@ def batch_of(model: Model, spans: Spans, sampled: int, device: torch.device) -> 
 
 
 def spans_of_kinds(rows: int, step_tokens: int, longest: int) -> Iterator[Spans]:
-    """Steps of all kinds for up to `rows` sequences: a prompt beside rows that decode, and prompts only."""
+    """Steps of all kinds for up to `rows` sequences: one prompt, a prompt beside a row that decodes, many prompts."""
     for tokens in sorted({min(step_tokens, count) for count in TOKENS}):
         yield ((0, tokens, 0, 0),)
         tokens = tokens - 1 or 1  # a number that 16 does not divide compiles other kernels
-        for count in sorted({1, min(rows, 2, tokens), min(rows, tokens)}):
-            beside = [0, *range(tokens - count + 1, tokens + 1)]
-            even = [tokens * n // count for n in range(count + 1)]
-            for edges in (beside, even) if count > 1 else (even,):
-                for reach in (0, min(LONG, longest)):
-                    yield tuple((a, b, row, max(0, reach - b + a)) for row, (a, b) in enumerate(pairwise(edges)))
+        some = min(rows, tokens)
+        even = [tokens * n // some for n in range(some + 1)]
+        for edges in [0, tokens], [0, tokens - 1, tokens], even:
+            if len(edges) - 1 > some:
+                continue
+            for reach in (0, min(LONG, longest)):
+                yield tuple((a, b, row, max(0, reach - b + a)) for row, (a, b) in enumerate(pairwise(edges)))
 
 
 def try_draws(vocabulary: int, device: torch.device) -> None:
