@@ -88,8 +88,10 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
     dtype = dtype_for(config, device)
     numerics = Numerics(config.model.numerics)
     kv_dtype = kv_dtype_for(config, dtype)
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(2) as beside:
         compiler = beside.submit(compiler_for, directory)  # takes two seconds of one core
+        if device.type == "cuda":
+            beside.submit(torch.empty, 1, device=device)  # the first use of a device takes a while
         with told_what_fits(directory, comm, device):
             model = load_model(
                 directory,

@@ -15,7 +15,8 @@ from torch import Tensor
 from inkcap.base.errors import CheckpointUnreadable
 from inkcap.weights.headers import Headers
 
-BOUNCE_BYTES = 1 << 20  # of a tensor that changes its dtype, strides or device, at a time: stays in a core's cache
+BOUNCE_BYTES = 1 << 20  # of a tensor that changes its dtype or strides, at a time: stays in a core's cache
+PINNED_BYTES = 8 << 20  # of one that goes to a GPU: each copy waits for the interpreter's lock, which others hold
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
