@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inkcap.base.errors import BadRequest, InkcapError, NotBuiltYet
+from inkcap.base.errors import BadRequest, ContextTooLong, InkcapError, NotBuiltYet
 from inkcap.base.log import logger
 from inkcap.chat.output import ChatDelta
 from inkcap.chat.parse import Content, Thought
@@ -21,7 +21,7 @@ from inkcap.server.errors import ErrorBody, describe, shorten
 from inkcap.server.generation import Arrived
 from inkcap.server.prompt import chat_prompt
 from inkcap.server.replies import encode
-from inkcap.server.responses_body import ResponsesBody, input_messages
+from inkcap.server.responses_body import ResponsesBody, input_messages, turns_of
 from inkcap.server.responses_items import (
     Called,
     Fault,
@@ -36,7 +36,7 @@ from inkcap.server.responses_items import (
     Said,
     Usage,
 )
-from inkcap.server.service import service_of
+from inkcap.server.service import Service, service_of
 from inkcap.server.sse import EventStream, named_event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
@@ -48,12 +48,13 @@ async def create(request: Request, body: ResponsesBody) -> Response:
     service = service_of(request)
     service.note_unknown(body.unknown() + [f"text.{key}" for key in body.text or () if key != "format"])
     body.refuse_unbuilt()
+    service.responses.resolve(body.input)
     earlier = service.responses.earlier(body.previous_response_id)
     size = body_size(request)
     name = request.state.request_id
     if f"resp_{name}" in service.responses.entries:  # a caller's id, used again
         name = uuid.uuid4().hex
-    answering = await begin(service, body.chat(earlier), name, size, "resp_", pieces=body.stream)
+    answering = await fitting(service, body, earlier, name, size)
     responding = Responding(body, answering, earlier, size)
     if body.kept:
         service.responses.keep(responding)
@@ -68,6 +69,19 @@ async def create(request: Request, body: ResponsesBody) -> Response:
         return await unless_gone(request.receive, responding.whole())
     finally:
         responding.close()
+
+
+async def fitting(service: Service, body: ResponsesBody, earlier: list[Message], name: str, size: int) -> Answering:
+    """Submit a conversation; with truncation, as many of its last turns as fit. Raises what `begin` does."""
+    turns = len(turns_of([*earlier, *input_messages(body.input)])) if body.truncation == "auto" else 0
+    dropped = 0
+    while True:
+        try:
+            return await begin(service, body.chat(earlier, dropped), name, size, "resp_", pieces=body.stream)
+        except ContextTooLong:
+            dropped += max(1, (turns - dropped) // 4)  # a quarter of them at once, or this would take long
+            if dropped >= turns:
+                raise
 
 
 @router.get("/v1/responses/{response_id}")
@@ -106,6 +120,7 @@ async def input_tokens(request: Request, body: ResponsesBody) -> Response:
     """Tokens of the prompt that the same fields would make."""
     service = service_of(request)
     body.refuse_unbuilt()
+    service.responses.resolve(body.input)
     chat = body.chat(service.responses.earlier(body.previous_response_id))
     service.model(chat.model)
     prompt = await chat_prompt(service, chat, body_size(request))
@@ -186,6 +201,7 @@ class Responding:
             store=body.kept,
             background=bool(body.background),
             user=body.user,
+            truncation=body.truncation or "disabled",
         )
 
     def input_items(self) -> list[dict[str, Any]]:

@@ -15,7 +15,13 @@ SAMPLING = (
 )  # fmt: skip
 UNBUILT = ("prompt", "conversation", "context_management", "moderation")
 ROLES = ("user", "system", "developer", "assistant")
-INCLUDED = ("reasoning.encrypted_content",)  # reasoning comes back in the open, so that it can be sent again
+# What `include` may ask for: reasoning comes back in the open, so that it can be sent again; the others are of what no
+# response here has.
+INCLUDED = (
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)  # fmt: skip
 Items = str | list[dict[str, Any]]
 
 
@@ -79,8 +85,8 @@ class ResponsesBody(Body):
         for name in UNBUILT:
             if getattr(self, name) is not None:
                 raise NotBuiltYet(f"{name} is not built", name)
-        if self.truncation not in (None, "disabled"):
-            raise NotBuiltYet(f"truncation {shorten(self.truncation)} is not built; use disabled", "truncation")
+        if self.truncation not in (None, "disabled", "auto"):
+            raise BadRequest(f"truncation is {shorten(self.truncation)}; use auto or disabled", "truncation")
         if self.top_logprobs:
             raise NotBuiltYet("top_logprobs is not built here; /v1/chat/completions has it", "top_logprobs")
         for wanted in self.include or ():
@@ -91,11 +97,15 @@ class ResponsesBody(Body):
         if self.background and not self.kept:
             raise BadRequest("background needs store: the response is fetched later", "background")
 
-    def chat(self, earlier: list[Message]) -> ChatBody:
-        """The same request to the chat API; `earlier` are the messages that it follows. Raises BadRequest."""
+    def chat(self, earlier: list[Message], dropped: int = 0) -> ChatBody:
+        """The same request to the chat API; `earlier` are the messages that it follows. Raises BadRequest.
+
+        The first `dropped` user messages and what answers them are left out.
+        """
         messages: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         asked: dict[str, Any] = {name: getattr(self, name) for name in SAMPLING}
-        asked |= {"model": self.model, "messages": [*messages, *earlier, *input_messages(self.input)]}
+        conversation = latest([*earlier, *input_messages(self.input)], dropped)
+        asked |= {"model": self.model, "messages": [*messages, *conversation]}
         asked["max_tokens"] = self.max_output_tokens
         if self.tools:
             asked["tools"] = [declared(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
@@ -107,6 +117,19 @@ class ResponsesBody(Body):
         if (wanted := (self.text or {}).get("format")) is not None:
             asked["response_format"] = text_format(fields(wanted, "text.format"))
         return chat_body(asked)
+
+
+def turns_of(messages: list[Message]) -> list[int]:
+    """Where the turns of a conversation begin: its user messages."""
+    return [at for at, message in enumerate(messages) if message["role"] == "user"]
+
+
+def latest(messages: list[Message], dropped: int) -> list[Message]:
+    """A conversation without its first turns, but for what the system says in them."""
+    if not dropped:
+        return messages
+    begin = turns_of(messages)[dropped]
+    return [message for message in messages[:begin] if message["role"] in ("system", "developer")] + messages[begin:]
 
 
 def text_format(wanted: dict[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,6 @@ class Reply(Struct):
     store: bool
     background: bool
     user: str | None
+    truncation: str
     object: str = "response"
-    truncation: str = "disabled"
     service_tier: str = "default"

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections import OrderedDict
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from inkcap.base.errors import BadRequest
 from inkcap.server.conversation import Message
 from inkcap.server.errors import shorten
+from inkcap.server.responses_items import Item
 
 
 class NoSuchResponse(BadRequest):
@@ -29,6 +31,11 @@ class Kept(Protocol):
     @property
     def size_bytes(self) -> int:
         """Memory that it takes, about."""
+        ...
+
+    @property
+    def output(self) -> list[Item]:
+        """Its items so far."""
         ...
 
     def reply(self) -> Struct:
@@ -83,6 +90,24 @@ class ResponseStore:
         if previous.running:
             raise BadRequest("previous_response_id names a response that still runs", "previous_response_id")
         return previous.conversation()
+
+    def resolve(self, items: str | list[dict[str, Any]]) -> None:
+        """Put kept items of answers where `items` only refer to them by id. Raises NoSuchResponse."""
+        if isinstance(items, str):
+            return
+        for i, item in enumerate(items):
+            if item.get("type") == "item_reference":
+                items[i] = self._item(item.get("id"), f"input[{i}].id")
+
+    def _item(self, identity: object, param: str) -> dict[str, Any]:
+        # as `item_id` makes them: kind, name of the response, place
+        name, _, place = str(identity).partition("_")[2].rpartition("_")
+        response = self.entries.get(f"resp_{name}")
+        if response is not None and place.isdecimal() and int(place) < len(response.output):
+            item = response.output[int(place)]
+            if item.id == identity:
+                return msgspec.to_builtins(item)
+        raise NoSuchResponse(f"no item {shorten(identity)} of a response is kept here", param)
 
     def forget(self, identity: str) -> None:
         """End a response if it runs, and drop it. Raises NoSuchResponse."""

@@ -156,6 +156,43 @@ def test_a_response_can_be_followed_fetched_and_forgotten(call, engine, call_ans
     assert call("POST", RESPONSES, json=followed).status_code == 404
 
 
+def test_items_of_kept_responses_can_be_referred_to(call, engine, call_answer, chat_answer):
+    call_answer("I look.", "look", '{"x":1}')
+    first = call("POST", RESPONSES, json={**ASK, "tools": [TOOL]}).json()
+    output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "seen"}
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    chat_answer("", "done")
+    begin = {"role": "user", "content": "Hello"}
+    for items in (first["output"], references):
+        body = {"input": [begin, *items, output], "tools": [TOOL]}
+        assert call("POST", RESPONSES, json=body).status_code == 200
+    assert engine.requests[1].token_ids == engine.requests[2].token_ids
+    assert call("POST", f"{RESPONSES}/input_tokens", json=body).json()["input_tokens"] == len(
+        engine.requests[2].token_ids
+    )
+    for wrong in ("x", "msg_nothing_0", first["output"][0]["id"][:-1] + "9", None):
+        reply = call("POST", RESPONSES, json={"input": [{"type": "item_reference", "id": wrong}]})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (404, "input[0].id")
+
+
+def test_truncation_drops_the_first_turns_of_a_conversation_that_is_too_long(call, engine, chat_answer):
+    chat_answer("", "ok")
+    words = "word " * (engine.info.max_length // 40)
+    turns = [{"role": role, "content": f"{i} {words}"} for i in range(40) for role in ("user", "assistant")]
+    body = {"instructions": "Be kind.", "input": [{"role": "developer", "content": "Stay."}, *turns, turns[0]]}
+    assert call("POST", RESPONSES, json=body).json()["error"]["message"].startswith("prompt has")
+    reply = call("POST", RESPONSES, json={**body, "truncation": "auto"}).json()
+    assert (reply["status"], reply["truncation"]) == ("completed", "auto")
+    kept = engine.requests[0].token_ids
+    assert engine.info.max_length // 2 < len(kept) < engine.info.max_length
+    latest = [*body["input"][:1], *turns[-20:], turns[0]]
+    call("POST", RESPONSES, json={**body, "input": latest})
+    assert kept[-200:] == engine.requests[1].token_ids[-200:]
+    assert kept[:20] == engine.requests[1].token_ids[:20], "what the system says stays"
+    lone = {"input": words * 50, "truncation": "auto"}
+    assert call("POST", RESPONSES, json=lone).status_code == 400, "the last turn is not cut"
+
+
 def test_rules_of_an_answer_are_the_chat_api_s(call, engine, chat_answer):
     chat_answer("", "x")
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -266,7 +303,6 @@ def test_a_call_whose_arguments_come_in_pieces(call, engine, tokenizer):
 REFUSED = [
     ({"input": []}, "input"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input_image"),
@@ -277,8 +313,8 @@ REFUSED = [
     ({"tool_choice": {"type": "mcp"}, "tools": [TOOL]}, "mcp"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"include": ["file_search_call.results"]}, "file_search_call.results"),
+    ({"truncation": "some"}, "truncation"),
+    ({"include": ["message.output_text.logprobs"]}, "message.output_text.logprobs"),
     ({"background": True, "stream": True}, "background"),
     ({"background": True, "store": False}, "background"),
     ({"reasoning": {"effort": "huge"}}, "huge"),
