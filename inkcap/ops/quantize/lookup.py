@@ -81,14 +81,11 @@ def gather(table: Tensor, scales: Tensor, codes: Tensor, out: Tensor) -> None:
     low, high, target = codes.numpy(), scales.numpy(), out.view(torch.uint8).numpy().view(values.dtype)
     block = len(low) // len(high)  # codes under a scale: whole words
     words = np.empty((PASS_BYTES // block, block // 4), np.uint64)  # of four indices
-    indices = np.empty(PASS_BYTES, np.intp)  # what numpy would convert others to
     for start in range(0, len(low), PASS_BYTES):
         here = slice(start, min(start + PASS_BYTES, len(low)))
         scale = high[start // block : here.stop // block] * FOUR_UPPER
         for column in range(words.shape[1]):
             words[: len(scale), column] = scale
-        both = words[: len(scale)].view(np.uint16).ravel()
-        both |= low[here]
-        index = indices[: len(both)]
-        np.copyto(index, both)
-        np.take(values, index, out=target[here], mode="clip")
+        indices = words[: len(scale)].view(np.uint16).ravel()
+        indices |= low[here]
+        np.take(values, indices, out=target[here], mode="clip")
