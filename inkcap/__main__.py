@@ -45,11 +45,18 @@ def serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from inkcap.server.run import run
+    from inkcap.engine.child import ENGINE_PROGRAM, Child
 
     nothing_left(rest)
     notes = read_compatible_flags(arguments)
-    return run(config_from_flags(arguments), print_curl=arguments.print_curl, notes=notes)
+    config = config_from_flags(arguments)
+    engine = Child(ENGINE_PROGRAM)  # reads its modules while the server reads its own
+    try:
+        from inkcap.server.run import run
+
+        return run(config, print_curl=arguments.print_curl, notes=notes, engine=engine)
+    finally:
+        engine.close(seconds=0)
 
 
 def generate_flags(parser: argparse.ArgumentParser) -> None:

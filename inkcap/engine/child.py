@@ -21,6 +21,7 @@ from inkcap.base.config import engine_environment
 from inkcap.base.log import logger
 
 T = TypeVar("T")
+ENGINE_PROGRAM = ("-m", "inkcap.engine.process")
 ORPHANED = 3  # exit code of a child whose parent died
 FAULT = 70  # exit code after a failed step
 SETUP = 78  # exit code when the engine could not start
@@ -30,8 +31,8 @@ LENGTH = struct.Struct("<I")
 class Child:
     """A running Python program. It leads its own session, so that Ctrl-C in the terminal reaches only the parent."""
 
-    def __init__(self, program: Sequence[str], setup: object) -> None:
-        """`program` is what follows `python`: ("-m", module)."""
+    def __init__(self, program: Sequence[str]) -> None:
+        """`program` is what follows `python`: ("-m", module). It reads its modules, then waits to be told its setup."""
         self.alive, child_end = os.pipe()  # readable when the child is dead
         try:
             self.process = subprocess.Popen(
@@ -43,6 +44,9 @@ class Child:
             )
         finally:
             os.close(child_end)
+
+    def tell(self, setup: object) -> None:
+        """Give it the setup that `read_setup` waits for."""
         payload = msgspec.msgpack.encode(setup)
         assert self.process.stdin is not None
         try:

@@ -12,7 +12,7 @@ from inkcap.base.config import EngineConfig
 from inkcap.base.errors import BadRequest, Draining, EngineFault, InkcapError, Overloaded, QueueFull, SetupError
 from inkcap.base.log import logger
 from inkcap.base.request import EngineInfo, EngineStats, GenerateRequest, TokenDelta
-from inkcap.engine.child import FAULT, SETUP, Child
+from inkcap.engine.child import ENGINE_PROGRAM, FAULT, SETUP, Child
 from inkcap.engine.wire import (
     Abort,
     AskStats,
@@ -34,7 +34,6 @@ from inkcap.engine.wire import (
     sent,
 )
 
-ENGINE_PROGRAM = ("-m", "inkcap.engine.process")
 READ_AT_ONCE = 64  # messages taken before other tasks get a turn
 LAST_WORDS_SECONDS = 2.0
 
@@ -101,7 +100,7 @@ class Reader:
 class EngineClient:
     """A running engine process; see `engine.api.Engine`. All methods belong to the event loop that called `start`."""
 
-    def __init__(self, config: EngineConfig, loop: asyncio.AbstractEventLoop, program: Sequence[str]) -> None:
+    def __init__(self, config: EngineConfig, loop: asyncio.AbstractEventLoop, child: Child) -> None:
         self.info: EngineInfo | None = None
         self.fault: str | None = None
         self.draining = False  # the engine was told to end (SIGTERM) and takes no new sequences
@@ -120,17 +119,21 @@ class EngineClient:
         except zmq.ZMQError as error:
             self._context.term()
             shutil.rmtree(self.folder, ignore_errors=True)
+            child.close(0)
             raise SetupError(f"cannot listen at {address}: {error}; set TMPDIR to a short, writable path") from None
         told = replace(config, server=replace(config.server, api_key=None))  # not the engine's business
-        self._child = Child(program, EngineSetup(config=told, address=address, folder=self.folder))
+        self._child = child
+        child.tell(EngineSetup(config=told, address=address, folder=self.folder))
         loop.add_reader(self._socket.fileno(), self._read)
         loop.add_reader(self._child.alive, self._died)
         loop.call_soon(self._read)
 
     @classmethod
-    async def start(cls, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM) -> "EngineClient":
-        """Start the engine process; returns before the model is loaded."""
-        return cls(config, asyncio.get_running_loop(), program)
+    async def start(
+        cls, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM, child: Child | None = None
+    ) -> "EngineClient":
+        """Start the engine process, or take `child`, which runs it; returns before the model is loaded."""
+        return cls(config, asyncio.get_running_loop(), child or Child(program))
 
     async def ready(self) -> EngineInfo:
         """Wait until the model is loaded. Raises the SetupError that stopped it, or EngineFault."""

@@ -230,10 +230,9 @@ class ProcessExecutor:
         self._pending: deque[Future[StepResult]] = deque()
         self.folder = Path(tempfile.mkdtemp(prefix="inkcap-ranks-"))  # mode 0700
         self._context = zmq.Context()
-        self._ranks = [
-            Child(program, RankSetup(config=config, rank=rank, size=size, folder=str(self.folder)))
-            for rank in range(size)
-        ]
+        self._ranks = [Child(program) for _ in range(size)]
+        for rank, child in enumerate(self._ranks):
+            child.tell(RankSetup(config=config, rank=rank, size=size, folder=str(self.folder)))
         # Plans leave by the core's thread, replies come in by the listener's: a socket belongs to one thread.
         self._plans = [bound(self._context, zmq.PUSH, plan_address(self.folder, rank)) for rank in range(size)]
         self._replies = bound(self._context, zmq.PULL, reply_address(self.folder))

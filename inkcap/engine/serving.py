@@ -15,7 +15,7 @@ from inkcap.base.errors import EngineFault, InkcapError
 from inkcap.base.log import logger, start_logging
 from inkcap.base.request import EngineInfo
 from inkcap.base.step import StepPlan
-from inkcap.engine.child import FAULT, SETUP, end_with_parent, read_setup
+from inkcap.engine.child import FAULT, ORPHANED, SETUP, end_with_parent, read_setup
 from inkcap.engine.core import Core, Port
 from inkcap.engine.executor import (
     LOOK_MS,
@@ -42,7 +42,10 @@ def serve_core(build: Callable[[EngineConfig, Port], tuple[Core, EngineInfo]]) -
     has sent the same signal, and ends by itself only when the server's own deadline has passed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setup = read_setup(EngineSetup)
+    try:
+        setup = read_setup(EngineSetup)
+    except EOFError:  # the server, which begins before all else is known to be right, has said why it ended
+        return ORPHANED
     end_with_parent(setup.folder)
     start_logging("engine", setup.config.server.log_level, setup.config.server.log_format)
     port = SocketPort(setup.address)

@@ -26,7 +26,8 @@ from inkcap.base.errors import ConfigInvalid
 from inkcap.base.log import logger, start_logging
 from inkcap.base.request import EngineInfo
 from inkcap.chat.tokens import Tokenizer
-from inkcap.engine.client import ENGINE_PROGRAM, EngineClient
+from inkcap.engine.child import ENGINE_PROGRAM, Child
+from inkcap.engine.client import EngineClient
 from inkcap.server.app import create_app
 from inkcap.server.protocol import limited_protocol
 from inkcap.server.service import Service
@@ -39,21 +40,25 @@ LINGER_SECONDS = 1.0  # for which /health shows 503 after the engine died, so th
 KEEP_ALIVE_SECONDS = 65  # longer than the 60 s that load balancers keep idle connections
 
 
-def run(config: EngineConfig, print_curl: bool = False, notes: Sequence[str] = ()) -> int:
+def run(config: EngineConfig, print_curl: bool = False, notes: Sequence[str] = (), engine: Child | None = None) -> int:
     """Serve until told to stop; the exit code. `print_curl`: once it answers, print a command that shows it.
 
-    `notes`: what is to be said about the configuration. Raises SetupError when it cannot start.
+    `notes`: what is to be said about the configuration. `engine`: its process, if it has begun. Raises SetupError when
+    it cannot start.
     """
     start_logging("server", config.server.log_level, config.server.log_format)
     for note in notes:
         logger.info("%s", note)
-    return uvloop.run(serve_checkpoint(config, print_curl))
+    return uvloop.run(serve_checkpoint(config, print_curl, child=engine))
 
 
 async def serve_checkpoint(
-    config: EngineConfig, print_curl: bool = False, program: Sequence[str] = ENGINE_PROGRAM
+    config: EngineConfig,
+    print_curl: bool = False,
+    program: Sequence[str] = ENGINE_PROGRAM,
+    child: Child | None = None,
 ) -> int:
-    """`run`, inside an event loop. `program` is what the engine process runs."""
+    """`run`, inside an event loop. `program` is what the engine process runs, unless it is there: `child`."""
     model = config.model
     directory = find_checkpoint(model.path, revision=model.revision, download=model.download)
     server = config.server
@@ -61,7 +66,7 @@ async def serve_checkpoint(
     check_tls(server)
     listener = listen(config.server.host, config.server.port)
     started = time.monotonic()
-    engine = await EngineClient.start(config, program)
+    engine = await EngineClient.start(config, program, child)
     try:
         tokenizer = Tokenizer.load(directory)  # while the engine process begins
         app = create_app(engine, config, tokenizer, defaults)
