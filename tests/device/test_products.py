@@ -42,6 +42,13 @@ def bound():
     bind(torch.device("cpu"))
 
 
+@pytest.fixture(params=[1 << 30, 1], ids=["", "walked"])
+def walked(request, monkeypatch):
+    """Convolutions of many tokens, also where there are few."""
+    for package in ("sconv", "experts"):
+        monkeypatch.setattr(f"inkcap.ops.{package}.triton.WALKED", request.param)
+
+
 @pytest.fixture(scope="module")
 def weights():
     return expert_weights(GPU, experts=32)
@@ -106,7 +113,7 @@ def as_exact(arguments, plane):
 
 @pytest.mark.parametrize("steps", [SINGLE[:1] * 5, SINGLE[1:] * 5, [((1, 6), (2, 1)), ((2, 1), (1, 1)), ((1, 40),)]])
 @pytest.mark.parametrize("name", SETTLED)
-def test_settle(name, steps):
+def test_settle(name, steps, walked):
     channels, inputs = SETTLED[name]
     for scaled in (False, True):
         for arguments, plane in settle_case(
@@ -121,7 +128,7 @@ def test_settle(name, steps):
 
 
 @pytest.mark.parametrize("counts", [[7], [1, 300, 2, 64]])
-def test_sconv(counts):
+def test_sconv(counts, walked):
     steps = [tuple((row, n) for row, n in enumerate(counts[:4]) if n <= 40) or ((0, 7),), ((0, 5), (1, 9))]
     taps = normal(4, HIDDEN, device=GPU, dtype=torch.float32, scale=0.5).t()
     for view, packing, plane in convolved(HIDDEN, steps, torch.bfloat16, GPU):
@@ -164,7 +171,7 @@ def test_both_halves_of_experts(weights, tokens):
 
 
 @pytest.mark.parametrize("steps", [SINGLE[:1] * 5, SINGLE[1:] * 5, [((1, 6), (2, 1)), ((2, 1), (1, 1)), ((1, 40),)]])
-def test_settle_behind_experts(weights, steps):
+def test_settle_behind_experts(weights, steps, walked):
     wide = weights.exact()
     taps = normal(4, HIDDEN, device=GPU, dtype=torch.float32, scale=0.2).t()
     for view, packing, plane in convolved(HIDDEN, steps, torch.bfloat16, GPU):
