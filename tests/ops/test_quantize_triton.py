@@ -94,6 +94,30 @@ def test_every_scale_and_the_ties_of_every_code(dtype):
     agree((scales * near).view(1, -1).to(dtype), 1.0, 448.0)
 
 
+def test_sums_of_errors_go_in_order_of_columns():
+    """Blocks whose choice between 6 and 4 is another when their columns are turned round."""
+    x = torch.randint(-40, 41, (20000, 16)) / 4
+    amax = x.abs().max().expand(len(x))
+    scales, turned = (ref.nvfp4_encode_four_over_six.reference(own, amax, 256.0)[1] for own in (x, x.flip(1)))
+    chosen = x[(scales.float() != turned.float())[:, 0]]
+    assert len(chosen) > 32
+    row = torch.cat([torch.full((1, 16), 10.0), chosen[:31]]).view(1, -1)
+    agree(row, 1.0, 256.0)
+    agree(row.view(1, -1, 16).flip(2).view(1, -1), 1.0, 256.0)
+
+
+def test_equal_errors_and_full_ranges():
+    """A lone maximum is exact under both scales; 448 is the last that needs no larger power of two."""
+    x = torch.zeros(2, 96)
+    x[0, ::16], x[1, ::32] = torch.tensor([6.0, 3.0, 1.5, 0.75, 6.0, 448.0]), torch.tensor([448.0, 448.00006, 0.875])
+    agree(x, 1.0, 256.0)
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-24, 1e24, 1e38])
+def test_rows_at_the_ends_of_the_range(size):
+    agree((torch.rand(2, 96) - 0.5) * size, 1.0, 256.0)
+
+
 def test_a_factor_for_each_matrix_and_strided_rows():
     x = torch.randn(3, 4, 64)[:, :, :48]
     factor = torch.rand(3) + 0.01
