@@ -67,10 +67,12 @@ def load_model(
     progress: bool = True,
     numerics: Numerics = Numerics.W4A16,
     kv_dtype: torch.dtype | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Model:
     """Build the model that `directory` (see base.checkpoint.find_checkpoint) holds, and load this rank's part of it.
 
-    Names, shapes and scales are checked before anything large is allocated. Raises CheckpointUnreadable,
+    Names, shapes and scales are checked before anything large is allocated. `meanwhile` is called once nothing is left
+    but to read, which leaves the interpreter to others. Raises CheckpointUnreadable,
     CheckpointMismatch, and ConfigInvalid when the ranks cannot share the model evenly.
     """
     declared = read_config(directory)
@@ -85,6 +87,8 @@ def load_model(
         for _ in pool.map(partial(check_scales, checkpoint), names, forms):
             pass
     model = build(entry, config, comm, dtype, device, stored, kv_dtype)
+    if meanwhile is not None:
+        meanwhile()
     load(checkpoint, model.slots(), tables, progress=progress)
     model.unpack()
     return model

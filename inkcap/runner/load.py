@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -88,8 +88,8 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
     dtype = dtype_for(config, device)
     numerics = Numerics(config.model.numerics)
     kv_dtype = kv_dtype_for(config, dtype)
+    compilers: list[Future[Compiler | None]] = []  # one, which takes two seconds of the interpreter
     with ThreadPoolExecutor(2) as beside:
-        compiler = beside.submit(compiler_for, directory)  # takes two seconds of one core
         if device.type == "cuda":
             beside.submit(torch.empty, 1, device=device)  # the first use of a device takes a while
         with told_what_fits(directory, comm, device):
@@ -101,6 +101,7 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
                 progress=progress,
                 numerics=numerics,
                 kv_dtype=kv_dtype,
+                meanwhile=lambda: compilers.append(beside.submit(compiler_for, directory)),
             )
     if kv_dtype is not None:
         origin = "made of the weights, so that none can saturate"
@@ -110,7 +111,7 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
         if progress:
             logger.info("keys and values are cached as E4M3, with a power of two a head: %s", origin)
     rules = token_rules(model.vocab_size, read_eos_ids(directory))
-    return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler.result())
+    return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compilers[0].result())
 
 
 @contextmanager
