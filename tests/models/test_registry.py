@@ -13,6 +13,7 @@ from inkcap.models.inkling2 import demo as second
 from inkcap.models.quantize import Settings, quantize
 from inkcap.models.registry import load_model
 from inkcap.parallel.comm import Comm
+from inkcap.weights import scales
 from inkcap.weights.headers import INDEX
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def load(directory):
 
 @pytest.fixture
 def refuse(monkeypatch):
-    """`refuse(directory, error, message)`: loading fails so, without more memory than one expert's scales take."""
+    """`refuse(directory, error, message)`: loading fails so, without more memory than a check of scales may take."""
 
     def small_only(*args, **kwargs):
         made = empty(*args, **kwargs)
@@ -47,6 +48,7 @@ def refuse(monkeypatch):
         return made
 
     def refused(directory, error, message):
+        monkeypatch.setattr(scales, "CHECKED_BYTES", 64 * 8)
         monkeypatch.setattr(torch, "empty", small_only)
         with pytest.raises(error, match=message):
             load(directory)
