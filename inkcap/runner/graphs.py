@@ -67,13 +67,15 @@ class Rehearsal:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        stream.wait_stream(torch.cuda.current_stream())
 
     def capture(self, work: Callable[[], None], *, known: bool = False) -> Replays:
-        """Run `work` unless it is `known`; nothing is captured."""
+        """Run `work` unless it is `known`, behind what the current stream was given; nothing is captured."""
         if not known:
+            current = torch.cuda.current_stream()
+            self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
                 work()
+            current.wait_stream(self.stream)
         return self
 
     def replay(self) -> None:
