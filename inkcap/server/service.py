@@ -1,7 +1,6 @@
 """What every endpoint stands on: the engine, the tokenizer, the configuration, and whether requests are welcome."""
 
 import asyncio
-import importlib.metadata
 import itertools
 import random
 import time
@@ -10,6 +9,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from inkcap import __version__
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import BadRequest, Draining, EngineFault, Overloaded, UnknownModel
 from inkcap.base.log import logger
@@ -26,7 +26,7 @@ from inkcap.server.metrics import Metrics
 from inkcap.server.responses_store import ResponseStore
 from inkcap.server.spans import start_tracing
 
-VERSION = importlib.metadata.version("inkcap")
+VERSION = __version__
 LOADING_RETRY_SECONDS = 5
 STORED_BYTES = 256 << 20  # of responses that are kept
 INLINE_CHARACTERS = 50_000  # longer text is tokenized in a thread (1 MB: 50 ms), so that others go on streaming
