@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from inkcap import __version__
+import inkcap
 from inkcap.base.config import EngineConfig
 from inkcap.base.errors import BadRequest, Draining, EngineFault, Overloaded, UnknownModel
 from inkcap.base.log import logger
@@ -26,7 +26,7 @@ from inkcap.server.metrics import Metrics
 from inkcap.server.responses_store import ResponseStore
 from inkcap.server.spans import start_tracing
 
-VERSION = __version__
+VERSION = inkcap.__version__
 LOADING_RETRY_SECONDS = 5
 STORED_BYTES = 256 << 20  # of responses that are kept
 INLINE_CHARACTERS = 50_000  # longer text is tokenized in a thread (1 MB: 50 ms), so that others go on streaming
