@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from inkcap.base.errors import BadRequest, NotBuiltYet
+from inkcap.base.errors import BadRequest
 from inkcap.base.matching import BLANKS, json_grammar, json_rule, lark_string, regex_grammar, written_grammar
 from inkcap.base.turn import Start, TurnRules
 from inkcap.chat.tags import tag_grammar
@@ -23,7 +23,6 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # fields of `structured_outputs` that say what the text must be, and those that only say how it is written
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 HOW = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback", "disable_additional_properties")
-NOT_BUILT = ("disable_additional_properties",)
 MAX_PATTERN = 1024  # characters of a pattern of blanks
 
 
@@ -107,7 +106,7 @@ def read_wish(
 ) -> Wish:
     """What the fields of a request ask for. `formats`: response_format, structured_outputs and guided_*, or None.
 
-    Raises BadRequest and NotBuiltYet naming the field.
+    Raises BadRequest naming the field.
     """
     text, param = read_format(formats or {})
     if thinking is not None and thinking < 0:
@@ -268,11 +267,9 @@ def _response_format(value: object) -> tuple[str, str]:
 def _structured(value: object) -> tuple[str, str]:
     if not isinstance(value, Mapping):
         raise BadRequest("structured_outputs is not an object", "structured_outputs")
-    for key, given in value.items():
+    for key in value:
         if key not in KINDS + HOW:
             raise BadRequest(f"structured_outputs has the unknown key {key!r:.80}", "structured_outputs")
-        if key in NOT_BUILT and given:
-            raise NotBuiltYet(f"structured_outputs.{key} is not built", f"structured_outputs.{key}")
     asked = [key for key in KINDS if value.get(key) not in (None, False)]
     if len(asked) != 1:
         raise BadRequest(
@@ -286,8 +283,25 @@ def _structured(value: object) -> tuple[str, str]:
             raise BadRequest(f"{where} must be a regular expression of at most {MAX_PATTERN} characters", where)
         if compact or asked[0] not in ("json", "json_object"):
             raise BadRequest(f"{where} is for json and json_object, and not with disable_any_whitespace", where)
-    param = f"structured_outputs.{asked[0]}"
-    return _grammar(asked[0], value[asked[0]], param, compact, BLANKS if blanks is None else blanks), param
+    kind, param = asked[0], f"structured_outputs.{asked[0]}"
+    wanted = value[kind]
+    if value.get("disable_additional_properties") is True:
+        if kind != "json":
+            where = "structured_outputs.disable_additional_properties"
+            raise BadRequest(f"{where} is for json", where)
+        wanted = closed(_schema(wanted, param))
+    return _grammar(kind, wanted, param, compact, BLANKS if blanks is None else blanks), param
+
+
+def closed(schema: object) -> object:
+    """A schema whose objects have no properties but those that it names, unless it says otherwise."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inside = {key: closed(value) for key, value in schema.items()}
+    named = {"properties", "patternProperties"} & schema.keys()
+    return {"additionalProperties": False, **inside} if named else inside
 
 
 def _grammar(kind: str, value: object, param: str, compact: bool = False, blanks: str = BLANKS) -> str:

@@ -73,6 +73,14 @@ def test_what_a_format_becomes(rules):
     spaced = rules(structured_outputs={"json": SCHEMA, "whitespace_pattern": "[ ]?"})
     assert '"whitespace_pattern": "[ ]?"' in spaced.text
     assert '"whitespace_flexible": false' in rules(structured_outputs={"json": {}, "disable_any_whitespace": True}).text
+    open_at = {
+        "type": "object",
+        "properties": {"a": SCHEMA},
+        "additionalProperties": {"type": "array", "items": SCHEMA},
+    }
+    text = rules(structured_outputs={"json": open_at, "disable_additional_properties": True}).text
+    assert text.count('"additionalProperties": false') == 2
+    assert text.count('"additionalProperties": {"type": "array"') == 1
 
 
 def test_completions_have_formats_too(call, engine):
@@ -96,7 +104,7 @@ REFUSED = [
     ({"structured_outputs": {"json": {}, "whitespace_pattern": 3}}, "structured_outputs.whitespace_pattern"),
     ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs.json"),
     (
-        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        {"structured_outputs": {"regex": "a", "disable_additional_properties": True}},
         "structured_outputs.disable_additional_properties",
     ),
     ({"guided_json": "{"}, "guided_json"),
