@@ -8,8 +8,6 @@ complete when anything behind it starts.
 import triton
 import triton.language as tl
 
-from inkcap.ops import pdl
-
 LATE = 2  # sources that may have been written just now
 
 
@@ -27,33 +25,40 @@ def score(x, query, eps, C: tl.constexpr):
 
 
 @triton.jit
-def weighed(sources, query, token, at, held, eps, C: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """Sum of the sources' rows [BLOCK] by exp(score - top) / rms, the sum of these exps, top, and each source's score
-    and 1 / rms. The dependency wait stands inside."""
-    acc = tl.zeros(at.shape, tl.float32)
-    top = -float("inf")
-    total = 0.0
+def added(x, state, query, eps, C: tl.constexpr):
+    """A sum's state behind one more source's row: sum of rows by exp(score - top) / rms, sum of these exps, top."""
+    acc, total, top = state
+    z, factor = score(x, query, eps, C)
+    higher = tl.maximum(top, z)
+    shrink, p = tl.exp(top - higher), tl.exp(z - higher)
+    return (acc * shrink + x * (p * factor), total * shrink + p, higher), (z, factor)
+
+
+@triton.jit
+def begun(sources, query, token, at, held, eps, C: tl.constexpr, EARLY: tl.constexpr):
+    """The sum over the first sources, before the dependency wait; and each one's score and 1 / rms."""
+    state = (tl.zeros(at.shape, tl.float32), 0.0, -float("inf"))
     kept = ()
     for i in tl.static_range(EARLY):
         x = tl.load(sources[i] + token * C + at, mask=held, other=0.0).to(tl.float32)
-        z, factor = score(x, query, eps, C)
-        higher = tl.maximum(top, z)
-        shrink, p = tl.exp(top - higher), tl.exp(z - higher)
-        acc = acc * shrink + x * (p * factor)
-        total = total * shrink + p
-        top = higher
-        kept += ((z, factor),)
-    pdl.wait(PDL)
-    pdl.trigger(PDL)
+        state, own = added(x, state, query, eps, C)
+        kept += (own,)
+    return state, kept
+
+
+@triton.jit
+def fetched(sources, token, at, held, C: tl.constexpr, EARLY: tl.constexpr):
+    """Rows of the other sources, behind the wait: all loads before the first sum."""
     late = ()
-    for i in tl.static_range(EARLY, len(sources)):  # all loads before the first sum
+    for i in tl.static_range(EARLY, len(sources)):
         late += (tl.load(sources[i] + token * C + at, mask=held, other=0.0).to(tl.float32),)
-    for i in tl.static_range(len(sources) - EARLY):
-        z, factor = score(late[i], query, eps, C)
-        higher = tl.maximum(top, z)
-        shrink, p = tl.exp(top - higher), tl.exp(z - higher)
-        acc = acc * shrink + late[i] * (p * factor)
-        total = total * shrink + p
-        top = higher
-        kept += ((z, factor),)
-    return acc, total, top, kept
+    return late
+
+
+@triton.jit
+def ended(late, state, kept, query, eps, C: tl.constexpr):
+    """The sum over all sources, and each one's score and 1 / rms."""
+    for i in tl.static_range(len(late)):
+        state, own = added(late[i], state, query, eps, C)
+        kept += (own,)
+    return state, kept

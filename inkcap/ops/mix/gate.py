@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.device import LATE, weighed
+from inkcap.ops.mix.device import LATE, begun, ended, fetched
 from inkcap.ops.values import Gates, Norms
 
 FEW = 16  # tokens whose states are multiplied one by one
@@ -66,9 +66,14 @@ def states_kernel(
     of_row = tl.load(w, mask=inside, other=0.0)
     of_message = tl.load(w + C, mask=inside, other=0.0)
     query = tl.load(queries + gate * next_query + at, mask=held, other=0.0)
-    z, total, _, _ = weighed(sources, query, token, at, held, mix_eps, C, EARLY, PDL)
-    z /= total
+    state, kept = begun(sources, query, token, at, held, mix_eps, C, EARLY)
+    pdl.wait(PDL)
+    pdl.trigger(PDL)
+    late = fetched(sources, token, at, held, C, EARLY)
     m = message(senders, share_of(shares, gate), token + at * 0, at, held, C)
+    state, kept = ended(late, state, kept, query, mix_eps, C)
+    z, total, _ = state
+    z /= total
     if (tl.program_id(0) == 0) & ((gate == 0) | (next_rows > 0)):
         tl.store(rows + gate * next_rows + token * C + at, z, mask=held)
     zn = unit(z, eps, C, down.dtype.element_ty).to(tl.float32)
@@ -109,12 +114,12 @@ def product(states, w, BT: tl.constexpr):
 
 
 @triton.jit
-def gated(rows, sources, share, states, forget, gain, token, at, inside, C: tl.constexpr, BT: tl.constexpr):
-    """The gated tile [BT, BC]; forget and gain [BC, R] are those of its channels."""
+def gated(rows, m, states, forget, gain, token, at, inside, C: tl.constexpr, BT: tl.constexpr):
+    """The gated tile [BT, BC]; m is its message, forget and gain [BC, R] those of its channels."""
+    own = tl.load(rows + token * C + at, mask=inside, other=0.0)
     kept = 1.0 - tanh(product(states, forget, BT))
     gained = tanh(product(states, gain, BT))
-    own = tl.load(rows + token * C + at, mask=inside, other=0.0)
-    return kept * own + gained * message(sources, share, token, at, inside, C)
+    return kept * own + gained * m
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -132,15 +137,13 @@ def apply_kernel(
     known = (c < C)[:, None] & (r < R)[None, :]
     own_forget = tl.load(forget + w, mask=known, other=0.0)
     own_gain = tl.load(gain + w, mask=known, other=0.0)
+    inside = (t < tokens)[:, None] & (c < C)[None, :]
+    held = tl.minimum(t, tokens - 1)[:, None]
+    m = message(sources, share_of(shares, gate), held, c[None, :], inside, C)  # complete before the states began
     pdl.wait(PDL)
     mask = (t < tokens)[:, None] & (r < R)[None, :]
     own_states = tl.load(states + (gate * tokens + t)[:, None] * R + r[None, :], mask=mask, other=0.0)
-    inside = (t < tokens)[:, None] & (c < C)[None, :]
-    held = tl.minimum(t, tokens - 1)[:, None]
-    y = gated(
-        rows + gate * next_rows, sources, share_of(shares, gate), own_states, own_forget, own_gain,
-        held, c[None, :], inside, C, BT,
-    )  # fmt: skip
+    y = gated(rows + gate * next_rows, m, own_states, own_forget, own_gain, held, c[None, :], inside, C, BT)
     tl.store(out + (gate * tokens + t)[:, None] * C + c[None, :], y, mask=inside)
 
 
@@ -168,8 +171,9 @@ def norm_kernel(
             w = (gate * C + c)[:, None] * R + r[None, :]
             known = (c < C)[:, None] & (r < R)[None, :]
             inside = (t < tokens)[:, None] & (c < C)[None, :]
+            m = message(sources, share, held, c[None, :], inside, C)
             y = gated(
-                rows + gate * next_rows, sources, share, own_states, tl.load(forget + w, mask=known, other=0.0),
+                rows + gate * next_rows, m, own_states, tl.load(forget + w, mask=known, other=0.0),
                 tl.load(gain + w, mask=known, other=0.0), held, c[None, :], inside, C, BT,
             )  # fmt: skip
             if sweep == 0:

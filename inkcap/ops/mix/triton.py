@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.device import LATE, weighed
+from inkcap.ops.mix.device import LATE, begun, ended, fetched
 from inkcap.ops.mix.gate import FEW, MANY, apply, apply_and_norm, states_of_few, states_of_many
 from inkcap.ops.mix.ref import message_gate, mix, mix_norm, mix_shares
 from inkcap.ops.values import Gates, Normed, Norms
@@ -32,7 +32,12 @@ def mix_kernel(
     if NORMED:
         weight = tl.load(weights + number * next_weight + at, mask=held, other=0.0)
     row = (number * tl.num_programs(0) + token) * (len(sources) if SHARES else C)
-    acc, total, top, kept = weighed(sources, query, token, at, held, eps, C, EARLY, PDL)
+    state, kept = begun(sources, query, token, at, held, eps, C, EARLY)
+    pdl.wait(PDL)
+    pdl.trigger(PDL)
+    late = fetched(sources, token, at, held, C, EARLY)
+    state, kept = ended(late, state, kept, query, eps, C)
+    acc, total, top = state
     if SHARES:
         for i in tl.static_range(len(sources)):
             tl.store(out + row + i, tl.exp(kept[i][0] - top) / total * kept[i][1])

@@ -46,16 +46,15 @@ def choose(
         logit += tl.load(at + e * next_expert, mask=e < E, other=0.0, cache_modifier=".cg")
         picked += tl.load(at + last, mask=behind, other=0.0, cache_modifier=".cg")
     score = tl.sigmoid(logit) + tl.load(bias + e, mask=e < E, other=0.0)
-    # bits of the score in an order of integers, and the index behind them so that the lowest wins: one maximum a choice
+    # bits of the score in an order of integers, of which a warp finds the largest in one instruction
     bits = score.to(tl.int32, bitcast=True)
-    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (BE - 1 - e).to(tl.int64)
-    lowest = tl.full([BE], -(2**63), tl.int64)
-    key = tl.where(e < E, key, lowest)
+    lowest = tl.full([BE], -(2**31), tl.int32)
+    key = tl.where(e < E, bits ^ ((bits >> 31) & 0x7FFFFFFF), lowest)
     expert = tl.zeros([BP], tl.int32)
     for k in tl.static_range(TOP):
-        best = tl.max(key, 0)
-        expert = tl.where(place == k, BE - 1 - (best & 0xFFFFFFFF).to(tl.int32), expert)
-        key = tl.where(key == best, lowest, key)
+        best = tl.min(tl.where(key == tl.max(key, 0), e, BE - 1), 0)  # the lowest index wins
+        expert = tl.where(place == k, best, expert)
+        key = tl.where(e == best, lowest, key)
     chosen = tl.sum(tl.where(e[None, :] == expert[:, None], logit[None, :], 0.0), 1)
     picked = tl.where(place < TOP, chosen, picked)
     if SINK:
