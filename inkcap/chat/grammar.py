@@ -106,7 +106,7 @@ def read_wish(
 ) -> Wish:
     """What the fields of a request ask for. `formats`: response_format, structured_outputs and guided_*, or None.
 
-    Raises BadRequest naming the field.
+    Raises BadRequest and NotBuiltYet naming the field.
     """
     text, param = read_format(formats or {})
     if thinking is not None and thinking < 0:
