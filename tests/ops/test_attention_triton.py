@@ -132,13 +132,15 @@ def test_bounds_instead_of_lengths(geometry):
     assert got.isfinite().all()
 
 
-def test_splits_cover_their_tiles(monkeypatch):
-    """No plan has programs that could never have work."""
+@pytest.mark.parametrize("coded", [False, True])
+def test_splits_cover_their_tiles(monkeypatch, coded):
+    """No plan has programs that could never have work; over codes all of them fit at once, if two a sequence do."""
     monkeypatch.setattr(splits, "PROGRAMS", 264)
     for reach in (1, 2, 64, 65, 512, 1024, 1025, 4096, 131072, 1 << 20):
         for sequences in (1, 2, 8, 64, 512):
             for widest in (1, 4):
-                plan = splits.plan(sequences * widest, sequences, widest, reach, 8, 1, 1024, None)
+                plan = splits.plan(sequences * widest, sequences, widest, reach, 8, 1, 1024, None, coded)
+                assert not (coded and plan.far) or plan.total <= max(splits.CODED // plan.tiles, 2)
                 assert plan.near >= 1
                 assert plan.far <= max(0, -(-(reach - 1024) // splits.KEYS))
                 assert plan.queries >= 1

@@ -37,13 +37,14 @@ def attention_fixed(
     (tokens, heads, _), kv = q.shape, k.shape[1]
     out = torch.empty_like(q, dtype=r.dtype)
     plan = splits.fixed(heads // kv, kv, scores.bias.shape[1], scores.window)
+    early = packing.widest == 1 and scores.window is not None  # the same sums
     most = max(1, min(PARTS // (heads * plan.total), PROGRAMS // kv))
     for begin in range(0, tokens, most):
         here = slice(begin, min(begin + most, tokens))
         sink, gated = (None if x is None else x[here] for x in (sinks, gate))
         few(
             q[here], k[here], v[here], r[here], out[here], scores, view, alone(view, packing, here), sink, gated,
-            v_scale, 1, NOBODY, replace(plan, tiles=here.stop - begin),
+            v_scale, 1, NOBODY, replace(plan, tiles=here.stop - begin), early,
         )  # fmt: skip
     return out.flatten(1)
 

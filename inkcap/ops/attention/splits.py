@@ -9,6 +9,9 @@ KEYS = 64  # keys of a tile; a page
 ROWS = 64  # most rows of a tile: 8 queries of 8 heads cost no more than one where keys are many
 FEW = 16  # queries of a sequence that are split over keys whatever the rest of the step is
 PROGRAMS = 264  # two a processor
+CODED = 396  # three, of one query over codes in words: these take half the shared memory
+REGISTERS = 168  # of a thread, with which three fit
+NEAR = 2.5  # tiles of codes without bias in the time of one with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ def octets(rows: int, group: int, extent: int) -> Octets:
     return Octets(number, 2 + 7 * group // rows, zero, -(-(zero + 8 * number + 16 + KEYS) // 64) * 64)
 
 
-def stages(plan: Splits, early: bool, bytes_: int, roomy: bool) -> tuple[int, int]:
+def stages(plan: Splits, early: bool, bytes_: int, roomy: bool, coded: bool = False) -> tuple[int, int]:
     """Pipeline depths of far and near tiles. Triton divides them over two dependent loads: 7 is three tiles in flight.
 
     Where shared memory is `roomy`; a whole step with one query, ms: depth 5 1.313 at 131K and 1.794 at 1M, depth 7
@@ -113,7 +116,7 @@ def stages(plan: Splits, early: bool, bytes_: int, roomy: bool) -> tuple[int, in
         return 1, 1
     if plan.queries > 1:
         return 5, 1
-    return 7 if roomy else 5, 5
+    return 7 if roomy and not coded else 5, 5
 
 
 def plan(
@@ -125,8 +128,9 @@ def plan(
     kv_heads: int,
     extent: int,
     window: int | None,
+    coded: bool = False,
 ) -> Splits:
-    """Splits for sequences of up to `widest` queries and up to `reach` tokens in all."""
+    """Splits for sequences of up to `widest` queries and up to `reach` tokens in all; `coded`: see `CODED`."""
     rows, queries = rows_of(widest, group, ROWS)
     tiles = sequences if widest == 1 else bound(tokens, sequences, queries)
     own = 0 if widest == 1 else -(-widest // KEYS)
@@ -139,6 +143,8 @@ def plan(
     if far_tiles <= 0:
         least = 2 if widest == 1 else 1
         return Splits(rows, queries, tiles, 0, _divide(close, max(least, 2 * PROGRAMS // programs)))
+    if coded:
+        return Splits(rows, queries, tiles, *_balanced(far_tiles, close, max(CODED // programs, 2)))
     least = 4 if programs < PROGRAMS // 2 else 2 if programs < PROGRAMS else 1
     far = min(far_tiles, max(PROGRAMS // programs, least))
     share = -(-far_tiles // far)
@@ -151,13 +157,23 @@ def plan(
 def fixed(group: int, kv_heads: int, extent: int, window: int | None) -> Splits:
     """Splits of one query whatever the step has besides; the number of tiles is left out."""
     rows, queries = rows_of(1, group, ROWS)
-    close = ((window or extent) + KEYS - 3) // KEYS + 1  # as `near_tiles` of the longest sequence
-    return Splits(rows, queries, 0, 0 if window else max(FEW, PROGRAMS // kv_heads), -(-close // 2))
+    close = ((window or extent) + KEYS - 3) // KEYS + 1  # as `near_tiles` of the longest sequence: one a program
+    return Splits(rows, queries, 0, 0 if window else max(FEW, PROGRAMS // 2 // kv_heads), close)
 
 
 def channels(total: int, size: int) -> int:
     """Channels of a program that combines `total` splits of a head with `size`."""
     return 32 if total > 64 else min(64, size)
+
+
+def _balanced(far_tiles: int, close: int, programs: int) -> tuple[int, int]:
+    """Programs of far and of near tiles of codes, such that the longest of them ends soonest."""
+
+    def longest(near: int) -> tuple[float, int]:
+        return max(-(-far_tiles // min(far_tiles, programs - near)), NEAR * -(-close // near)), near
+
+    near = min(map(longest, range(1, min(close, programs - 1) + 1)))[1]
+    return min(far_tiles, programs - near), near
 
 
 def _divide(tiles: int, programs: int) -> int:

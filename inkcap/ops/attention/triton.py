@@ -51,26 +51,28 @@ def attention_triton(
 
 def few(
     q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, widest: int, most: int,
-    plan: splits.Splits | None = None,
+    plan: splits.Splits | None = None, early: bool = False,
 ) -> None:  # fmt: skip
-    """Sequences of at most `most` tokens, no more of which than `widest` matter for the layout, unless it is given."""
+    """Sequences of at most `most` tokens, no more of which than `widest` matter for the layout, unless it is given;
+    `early` then says whether programs have one tile of pages that older steps completed."""
     heads, kv, size = q.shape[1], k.shape[1], q.shape[2]
     states, extent = scores.bias.shape
     sequences = len(packing.rows)
     one = widest == 1
-    early = False
+    planes, native = coded(view, v_scale)
+    words = v_scale is not None and size == padded(size) >= 32 and view.block % splits.KEYS == 0
+    crowded = False  # three programs a processor, not two
     if plan is None:
+        crowded = words and one and roomy(q.device)
         plan = splits.plan(
-            len(q), sequences, widest, packing.reach, heads // kv, kv, extent, scores.window
+            len(q), sequences, widest, packing.reach, heads // kv, kv, extent, scores.window, crowded
         )  # fmt: skip
         early = one and plan.far == 0 and plan.near >= splits.all_tiles(packing.reach, scores.window)
     on = pdl.supported(q.device)
     parts = plan.tiles * kv * plan.total * plan.queries * (heads // kv)
     sums = torch.empty(parts, size, dtype=torch.float32, device=q.device)
     tops = torch.empty(parts, 2, dtype=torch.float32, device=q.device)
-    planes, native = coded(view, v_scale)
-    # products of 64 rows take codes from shared memory once more, where words would only add work
-    words = v_scale is not None and plan.rows < 64 and size == padded(size) >= 32 and view.block % splits.KEYS == 0
+    words = words and plan.rows < 64  # products of more take codes from shared memory once more: words would add work
     searched = 1 if one else coarse(sequences, 64)
     keys = splits.KEYS if one else splits.KEYS // 2  # of a tile with bias
     width = triton.next_power_of_2(plan.queries + keys)
@@ -80,8 +82,9 @@ def few(
         *planes[0].stride()[:3], view.table.stride(0),
         heads, kv, size, padded(size), states, padded(states), extent, scores.window or 0, view.block,
         scores.scaling is not None, one, searched, plan.rows, plan.queries, splits.KEYS, keys, width,
-        plan.far > 0, early, words, native, *splits.stages(plan, early, q.element_size(), roomy(q.device)), on,
-        num_warps=4, **pdl.launch(on),
+        plan.far > 0, early, words, native,
+        *splits.stages(plan, early, q.element_size(), roomy(q.device), crowded), on,
+        num_warps=4, maxnreg=splits.REGISTERS if crowded and plan.far else None, **pdl.launch(on),
     )  # fmt: skip
     channels = splits.channels(plan.total, padded(size))
     total = triton.next_power_of_2(plan.total) if one else coarse(plan.total, 16)
