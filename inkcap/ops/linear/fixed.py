@@ -19,8 +19,8 @@ from inkcap.ops.sconv.triton import convolve
 from inkcap.ops.values import GroupView, Normed, Packing
 
 COLUMNS, TOKENS, FEW_TOKENS, DEPTH = 128, 64, 16, 64  # of a tile: rows of the matrix, tokens; columns at once
-FEW = 64  # tokens up to which parts are programs of their own
-LARGE = 8192  # rows of a matrix that has programs enough without
+FEW, PARTED = 64, 1 << 18  # tokens, and products, up to which parts are programs of their own; measured on an H200
+FEW_COLUMNS = 64  # of a tile of few tokens
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -58,8 +58,8 @@ def in_tiles(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     (rows, length), tokens, on = weight.shape, len(x), pdl.supported(x.device)
     part = max(16, min(LENGTH, triton.next_power_of_2(length)))
     out = torch.empty(tokens, rows, dtype=dtype, device=x.device)
-    columns = max(64, min(COLUMNS, triton.next_power_of_2(rows)))
-    wide = FEW_TOKENS if tokens <= FEW_TOKENS else TOKENS
+    wide, columns = (FEW_TOKENS, FEW_COLUMNS) if tokens <= FEW_TOKENS else (TOKENS, COLUMNS)
+    columns = max(64, min(columns, triton.next_power_of_2(rows)))
     tile_kernel[(triton.cdiv(tokens, wide), triton.cdiv(rows, columns))](
         x, weight, out, tokens, rows, x.stride(0), weight.stride(0),
         length, part, min(DEPTH, part), wide, columns, 2, on,
@@ -71,7 +71,7 @@ def in_tiles(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def together(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """x [T, K] times `weight` [N, K] by whichever way is the faster one: [T, N]."""
     assert x.dtype == weight.dtype, f"rows of {x.dtype} and a matrix of {weight.dtype}; the kernels need one dtype"
-    if len(x) <= FEW and len(weight) < LARGE:
+    if len(x) <= FEW and len(x) * len(weight) <= PARTED:
         return sum_parts(in_parts(x, weight), dtype)
     return in_tiles(x, weight, dtype)
 
