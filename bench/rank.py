@@ -58,7 +58,7 @@ from inkcap.models.inkling.model import Inkling
 from inkcap.models.inkling2.layer import LoopedLayer
 from inkcap.models.inkling2.model import Inkling2
 from inkcap.ops.dispatch import bind, table
-from inkcap.ops.router.ref import route_sigmoid, route_sink
+from inkcap.ops.router.ref import route_sigmoid, route_sigmoid_rounded, route_sink
 from inkcap.ops.values import GroupView, Packing
 from inkcap.parallel.comm import Comm
 from inkcap.runner.worker import Worker
@@ -114,13 +114,16 @@ def cut(model: Inkling | Inkling2) -> None:
 def experts_touched(model: Inkling | Inkling2, batch: int, device: torch.device) -> float:
     """Distinct experts a visit of a layer, on average over visits, of `batch` random tokens at position 0."""
     found: list[int] = []
-    router = route_sink if isinstance(model, Inkling) else route_sigmoid
-    plain = router.function
 
-    def counted(*args, **kwargs):
-        route = plain(*args, **kwargs)
-        found.append(len(route.choice.unique()))
+    def counted(plain: Callable) -> Callable:
+        def route(*args, **kwargs):
+            made = plain(*args, **kwargs)
+            found.append(len((made[0] if isinstance(made, tuple) else made).choice.unique()))
+            return made
+
         return route
+
+    routers = {router: router.function for router in (route_sink, route_sigmoid, route_sigmoid_rounded)}
 
     ids = torch.randint(0, model.vocab_size, (batch,), device=device, generator=torch.Generator(device).manual_seed(1))
     rows = torch.arange(batch, dtype=torch.int32, device=device)
@@ -138,12 +141,14 @@ def experts_touched(model: Inkling | Inkling2, batch: int, device: torch.device)
         for group, block in groups.items()
     }
     planes = Arena(model.states, layout_of(groups_of(model.states), 0).size_bytes, device).planes
-    router.function = counted
+    for router, plain in routers.items():
+        router.function = counted(plain)
     try:
         with torch.inference_mode():
             model.forward(Batch(ids, packing, rows.long(), views, planes))
     finally:
-        router.function = plain
+        for router, plain in routers.items():
+            router.function = plain
     return sum(found) / len(found)
 
 

@@ -19,8 +19,11 @@ from inkcap.ops.values import Normed
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
-SIZES = [(1, 2304), (1, 6144), (1, 8, 1152), (8, 8, 1152), (3, 4608), (64, 6, 384), (5, 3, 96), (7, 544), (2000, 2304)]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [(1, 2304), (1, 6144), (1, 8, 1152), (8, 8, 1152), (3, 4608), (64, 6, 384), (600, 2304)]
+SHORT = [(5, 3, 96), (7, 544), (600, 96)]
+CASES = [(shape, torch.bfloat16) for shape in SIZES] + [
+    (shape, dtype) for shape in SHORT for dtype in (torch.bfloat16, torch.float16, torch.float32)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,7 @@ def bound(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", empty)
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     bind(GPU)
     yield
     bind(torch.device("cpu"))
@@ -72,8 +76,7 @@ def agree(x, factor, limit):
     same([round_rows(own, there, (3 * amax).to(GPU)).cpu()], [on_cpu(round_rows, x, here, 3 * amax)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_rows(shape, dtype):
     x = torch.randn(shape) * torch.rand(*shape[:-1], 1).sub(0.5).mul(12).exp()
     x[0, ..., 16:48] = 0.0
@@ -83,7 +86,7 @@ def test_rows(shape, dtype):
 
 @pytest.mark.parametrize("size", [1e-37, 1e-30, 1e30, 1e36, 3e38])
 def test_rows_at_the_ends_of_the_range(size):
-    x = (torch.rand(400, 1152) - 0.5) * 2 * size * torch.rand(400, 1).pow(8)
+    x = (torch.rand(400, 544) - 0.5) * 2 * size * torch.rand(400, 1).pow(8)
     agree(x, 1.0, 256.0)
     agree(x.bfloat16(), 1.0, 1000 / 6)
 
