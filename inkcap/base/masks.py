@@ -14,7 +14,9 @@ from inkcap.base.room import WORDS, Rooms
 Mask = NDArray[np.uint32]  # [WORDS]: bit t is set if token t may come next
 ROW_BYTES = WORDS * 4
 KEPT_PLACES = 2048  # of which masks are kept: 50 MB at most
+SEEN_PLACES = 100_000
 LONGEST_PATH = 1024  # bytes
+NUMBER, AFTER_NUMBER = b"0123456789+-.eE", b",]} \n\r\t"
 SLOW_S = 200e-6  # a walk that takes longer is one of those that several threads share
 SLOW_STEPS = 8  # for so many steps
 LANES = min(8, os.cpu_count() or 1)
@@ -48,8 +50,8 @@ class Matcher:
         self.inner = grammar.whole.deep_copy()
         self.rest: llguidance.LLMatcher | None = None  # made when it is needed
         self.behind: list[int] = []  # tokens that `rest` has not seen yet
-        # The text without what stands in strings that do not matter for what follows: texts of one path are in the same
-        # place, but for the room that is left. None: not known.
+        # The text without what stands in strings and numbers that do not matter for what follows: texts of one path are
+        # in the same place, but for the room that is left. None: not known.
         self.path: bytes | None = b""
         self.full = False  # in a string without room
         # In a string that may end, which is no key: what could come next when its room was larger, and the room now.
@@ -67,9 +69,17 @@ class Matcher:
         else:
             if self.path is not None:
                 tail = self.rooms.pieces[token] if self.inside is None else self.rooms.tails.get(token)
-                self.path = self.path + tail if tail is not None and len(self.path) < LONGEST_PATH else None
+                self.path = self._onward(self.path, tail) if tail is not None else None
             self.inside, self.full = None, False
         return self.inner.consume_token(token)
+
+    def _onward(self, path: bytes, tail: bytes) -> bytes | None:
+        """The path after `tail`, in which a number that has ended counts like any other."""
+        ended = path[-1:].isdigit() and tail[:1] in AFTER_NUMBER
+        # with an odd number of quotes, or escaped ones, it may be in a key or a literal
+        if ended and self.grammar.steady and path.count(b'"') % 2 == 0 and b"\\" not in path:
+            path = path.rstrip(NUMBER) + b"0"
+        return path + tail if len(path) < LONGEST_PATH else None
 
     @property
     def accepting(self) -> bool:
@@ -98,7 +108,8 @@ class Filler:
         self._bytes = [ranks[bytes((byte,))] for byte in range(256)]
         self._key = [self._bytes[byte] for byte in b'":']  # what ends a string if that is a key
         self._lanes = llguidance.LLExecutor(LANES)
-        self._known: dict[Place, Known | None] = {}  # None: a place that was seen once
+        self._known: dict[Place, Known] = {}
+        self._seen: set[int] = set()  # hashes of places that were walked once
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], masks: NDArray[np.uint32]) -> None:
         """Write masks to rows of masks [n, WORDS].
@@ -171,12 +182,14 @@ class Filler:
         if matcher.path is None or matcher.error:
             return
         place = place_of(matcher)
-        if place in self._known:
+        if hash(place) in self._seen:
             self._known[place] = Known(mask.copy(), room)
-            return
-        self._known[place] = None
-        if len(self._known) > KEPT_PLACES:
-            self._known.clear()
+            if len(self._known) > KEPT_PLACES:
+                del self._known[next(iter(self._known))]
+        else:
+            if len(self._seen) >= SEEN_PLACES:
+                self._seen.clear()
+            self._seen.add(hash(place))
 
     def _walk_rest(self, matcher: Matcher, mask: Mask) -> bool:
         """Write the mask of tokens that are no plain text; False if limits do not let `rest` come that far."""

@@ -51,9 +51,10 @@ def witness(grammar: str) -> str | None:
 
 
 def steady(grammar: str) -> bool:
-    """Whether in a grammar that has a witness what may follow a string does not depend on its length.
+    """Whether in a grammar that has a witness what may follow a string or a number does not depend on it.
 
-    It could if a text can be in two strings at once, so of alternatives all but one must be no string and hold none.
+    It could if a text can be in two of them at once, so of alternatives all but one must be scalars, and literals hold
+    no others.
     """
     found = _OF_A_SCHEMA.fullmatch(grammar)
     assert found is not None, "grammars that have a witness are of a schema"
@@ -66,6 +67,9 @@ def steady(grammar: str) -> bool:
                     kinds = [one.get("type") if isinstance(one, Mapping) else None for one in branches]
                     if sum(kind not in _SCALARS for kind in kinds) > 1:
                         return False
+            literals = [value.get("const"), *(value["enum"] if isinstance(value.get("enum"), list) else ())]
+            if any(isinstance(one, Mapping | list) for one in literals):
+                return False
             left += value.values()
         elif isinstance(value, list):
             left += value
