@@ -109,6 +109,7 @@ def plan(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def ops_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--deterministic", action="store_true", help="what deterministic mode chooses")
     parser.add_argument("--ops", metavar="OP=NAME", action="append", default=[], help="replace one op's implementation")
     parser.set_defaults(config=None)
 
@@ -117,7 +118,8 @@ def ops(arguments: argparse.Namespace, rest: list[str]) -> int:
     from inkcap.runner.outline import op_table
 
     nothing_left(rest)
-    arguments.__dict__.update({"model.path": "none", "model.device": arguments.device})
+    fields = {"path": "none", "device": arguments.device, "deterministic": arguments.deterministic}
+    arguments.__dict__.update({f"model.{name}": value for name, value in fields.items()})
     config: EngineConfig = config_from_flags(arguments)
     print(op_table(config))
     return 0

@@ -1,5 +1,6 @@
 """The command line, run as a user runs it but in this process."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,10 @@ def test_ops_prints_every_op_and_replaces_one(capsys):
     assert lines["attention"] == "cpu"
     assert main(["ops", "--ops", "sconv=nope"]) == 2
     assert "what fits is" in capsys.readouterr().err
+    assert main(["ops", "--device", "cpu", "--deterministic"]) == 0
+    assert re.search(r"^project +alone +ref, ", capsys.readouterr().out, re.M)
+    assert main(["ops", "--device", "cpu", "--deterministic", "--ops", "project=ref"]) == 2
+    assert "in deterministic mode; what fits is alone" in capsys.readouterr().err
 
 
 def test_inspect_reads_a_demo(demo, capsys):
