@@ -4,10 +4,11 @@ Kernels are compiled for numbers of tokens and of sequences and for whether rows
 step of each kind, so that no request waits for a compiler.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from inkcap.base.room import WORDS
 from inkcap.cache.arena import Arena
@@ -18,13 +19,25 @@ from inkcap.ops.sample.ref import Limits, allow, penalize, sample
 from inkcap.ops.values import GroupView, Packing
 
 Spans = tuple[tuple[int, int, int, int], ...]  # as in Packing
+Planes = Sequence[Mapping[str, tuple[Tensor, ...]]]  # as in Batch
 
 TOKENS = (640, 1024, 2048, 8192)  # of steps beyond what is captured
 LONG = 16384  # tokens of a row that are more than any bias or window reaches
 
 
-def batch_of(model: Model, spans: Spans, sampled: int, device: torch.device) -> Batch:
-    """A step whose tokens have no blocks, so that it stores nothing, of which `sampled` tokens are to be drawn."""
+def batch_of(
+    model: Model,
+    spans: Spans,
+    sampled: int,
+    device: torch.device,
+    tables: Mapping[str, Tensor] | None = None,
+    planes: Planes | None = None,
+) -> Batch:
+    """A step whose tokens have no blocks, so that it stores nothing, of which `sampled` tokens are to be drawn.
+
+    `tables` of blocks, by group, and `planes` of the state are new ones unless they are given; kernels are compiled for
+    their strides.
+    """
     edges, first = [*(start for start, *_ in spans), spans[-1][1]], [first for *_, first in spans]
     starts = torch.tensor(edges, dtype=torch.int32, device=device)
     firsts = torch.tensor(first, dtype=torch.int32, device=device)
@@ -36,12 +49,15 @@ def batch_of(model: Model, spans: Spans, sampled: int, device: torch.device) -> 
     views = {
         group.name: GroupView(
             group.block,
-            torch.zeros(len(spans), -(-reach // group.block), dtype=torch.int32, device=device),
+            torch.zeros(len(spans), -(-reach // group.block), dtype=torch.int32, device=device)
+            if tables is None
+            else tables[group.name],
             torch.full_like(positions, -1),
         )
         for group in groups
     }
-    planes = Arena(model.states, layout_of(groups, 0).size_bytes, device).planes  # of block 0
+    if planes is None:
+        planes = Arena(model.states, layout_of(groups, 0).size_bytes, device).planes  # of block 0
     return Batch(torch.zeros_like(positions), packing, torch.arange(sampled, device=device), views, planes)
 
 

@@ -226,7 +226,7 @@ class Worker:
         """Run a step of each kind that is not captured."""
         sched = self.config.sched
         for spans in spans_of_kinds(sched.rows, sched.step_tokens, self.max_length):
-            batch = batch_of(self.model, spans, len(spans), self.device)
+            batch = batch_of(self.model, spans, len(spans), self.device, self.table.tables, self.arena.planes)
             self.model.head(self.model.forward(batch)[batch.sampled])
         try_draws(self.model.vocab_size, self.device)
 

@@ -87,7 +87,7 @@ def few(
         num_warps=4, maxnreg=splits.REGISTERS if crowded and plan.far else None, **pdl.launch(on),
     )  # fmt: skip
     channels = splits.channels(plan.total, padded(size))
-    total = triton.next_power_of_2(plan.total) if one else coarse(plan.total, 16)
+    total = triton.next_power_of_2(plan.total) if one else coarse(plan.total, 64)
     combine_kernel[(plan.tiles * plan.queries, heads, triton.cdiv(size, channels))](
         sums, tops, out, q if sinks is None else sinks, q if gate is None else gate,
         tops if v_scale is None else v_scale, packing.starts, packing.first,
