@@ -258,7 +258,7 @@ def round_part(
         nvfp4_part(x, outer, y, y, y, number, span, 0.0, KIND, GIVEN, False, K, COLUMNS // 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per"])
 def round_kernel(
     x, outer, y, x_stride, span, per,
     KIND: tl.constexpr, GIVEN: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -270,7 +270,7 @@ def round_kernel(
     round_part(x + row * x_stride, outer + row // per, y + row * K, tl.program_id(1), span, KIND, GIVEN, K, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per"])
 def encode_kernel(
     x, outer, y, scales, factors, x_stride, span, floor, per, KIND: tl.constexpr, K: tl.constexpr,
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
