@@ -18,6 +18,13 @@ HTTP_BUCKETS = (0.1, 0.5, 1)
 COUNT_BUCKETS = tuple(d * 10**e for e in range(7) for d in (1, 2, 5))
 N_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (0, 1, 2, 5, 10, 20, 50, 100)
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+# What clients may look for and nothing here counts: families without a value.
+UNCOUNTED = (
+    ("gauge", "lora_requests_info", "Adapters of requests: there are none."),
+    ("counter", "spec_decode_num_accepted_tokens_per_pos", "Tokens of drafts that were right, by position."),
+    ("counter", "corrupted_requests", "Requests with logits that are no numbers: not counted."),
+)
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -143,6 +150,10 @@ class Metrics:
             facts |= {"max_model_len": str(info.max_length), "max_num_seqs": str(info.rows), "dtype": info.dtype}
             facts["cache_dtype"] = info.cache_dtype
             yield from family(gauge, "cache_config_info", "Facts of the cache.", [("," + labelled(facts), 1)])
+        asleep = [(f',sleep_state="{state}"', state == "awake") for state in SLEEP_STATES]
+        yield from family(gauge, "engine_sleep_state", "Which state the engine is in: it never sleeps.", asleep)
+        for kind, name, meaning in UNCOUNTED:
+            yield from family(kind, name, meaning, [])
         for name, meaning, value in (
             ("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.cached_prompt_tokens),
@@ -150,6 +161,11 @@ class Metrics:
             ("num_preemptions", "Sequences sent back to wait.", stats.preemptions),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),
+            ("mm_cache_queries", "Images and audio looked up in their cache: none are taken.", 0),
+            ("mm_cache_hits", "Images and audio found there.", 0),
+            ("spec_decode_num_drafts", "Drafts of tokens: none are made.", 0),
+            ("spec_decode_num_draft_tokens", "Tokens of drafts.", 0),
+            ("spec_decode_num_accepted_tokens", "Tokens of drafts that were right.", 0),
             ("tool_call_parser_invocations", "Tool calls parsed.", self.tool_call_parses),
             ("malformed_tool_calls", "Tool calls given back as text.", self.malformed_tool_calls),
             ("undeclared_tool_calls", "Tool calls of tools that the request has not.", self.undeclared_tool_calls),

@@ -130,6 +130,34 @@ def test_metrics(call, engine, chat_answer):
     assert values['http_requests_total{handler="none",method="GET",status="4xx"}'] == 1
 
 
+GAUGES = (
+    "num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc lora_requests_info "
+    "cache_config_info engine_sleep_state"
+)
+COUNTERS = (
+    "prompt_tokens prompt_tokens_cached generation_tokens request_success num_preemptions prefix_cache_queries "
+    "prefix_cache_hits mm_cache_queries mm_cache_hits spec_decode_num_drafts spec_decode_num_draft_tokens "
+    "spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos corrupted_requests "
+    "tool_call_parser_invocations malformed_tool_calls bare_text_blocks reasoning_tokens grammar_rejects"
+)
+HISTOGRAMS = (
+    "time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds "
+    "e2e_request_latency_seconds request_queue_time_seconds request_inference_time_seconds "
+    "request_prefill_time_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens "
+    "request_max_num_generation_tokens request_params_n request_params_max_tokens iteration_tokens_total "
+    "request_num_preemptions"
+)
+
+
+def test_every_family_that_clients_of_vllm_scrape_is_there(call):
+    found = {tuple(line.split()[2:]) for line in call("GET", "/metrics").text.splitlines() if line.startswith("# TYPE")}
+    wanted = {(f"vllm:{name}", "gauge") for name in GAUGES.split()}
+    wanted |= {(f"vllm:{name}_total", "counter") for name in COUNTERS.split()}
+    wanted |= {(f"vllm:{name}", "histogram") for name in HISTOGRAMS.split()}
+    wanted |= {("http_requests_total", "counter"), ("http_request_duration_seconds", "histogram")}
+    assert wanted <= found, wanted - found
+
+
 def test_metrics_while_loading(call, engine):
     engine.info = None
     assert "vllm:num_requests_running" in call("GET", "/metrics").text
