@@ -33,8 +33,9 @@ def test_steps_of_each_kind_are_steps(rows, step_tokens):
 
 
 def test_rows_are_no_longer_than_the_longest():
-    ends = {first + stop - start for spans in spans_of_kinds(4, 512, 700) for start, stop, _, first in spans}
-    assert max(ends) == 700
+    for rows, step_tokens in ((4, 512), (64, 8192), (1, 8192)):
+        kinds = [*spans_of_kinds(rows, step_tokens, 700)]
+        assert max((first + stop - start for spans in kinds for start, stop, _, first in spans), default=700) == 700
 
 
 def test_a_step_runs_and_names_no_block():
