@@ -1,13 +1,10 @@
 """What a row under rules may say next: frames of messages, grammars inside them, budgets, and resuming."""
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from inkcap.base.matching import Compiler, json_grammar
+from inkcap.base.matching import json_grammar
 from inkcap.base.request import SamplingParams
 from inkcap.base.room import WORDS
 from inkcap.base.step import RowSetup
@@ -23,7 +20,6 @@ from inkcap.base.vocabulary import (
     TEXT,
     THINKING,
     VOCAB,
-    read_rank_file,
 )
 from inkcap.chat.grammar import call_grammar, read_wish, text_rules
 from inkcap.chat.tokens import Tokenizer
@@ -34,12 +30,6 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required":
 CALLS = {"f": call_grammar("f", SCHEMA), "get_it": call_grammar("get_it", SCHEMA)}
 REQUIRED = TurnRules(strict=True, texts=False, calls=CALLS, least_calls=1)
 FORMAT = TurnRules(strict=True, text=json_grammar(SCHEMA), most_calls=0)
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    spec = find_spec("tml_renderers")
-    return Compiler(read_rank_file(Path(spec.origin).parent / "data" / "o200k_base.tiktoken"))
 
 
 class Row:
