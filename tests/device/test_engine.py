@@ -7,6 +7,7 @@ import pytest
 import torch
 from guards import guards  # noqa: F401  a fixture
 from toy import run
+from triton.runtime.jit import JITFunction
 
 from inkcap.base.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig
 from inkcap.base.request import GenerateRequest, SamplingParams
@@ -154,6 +155,18 @@ def same_bits_uncaptured(monkeypatch, make: Callable[[], Worker], wanted: list[G
 
 
 LENGTHS = [1, 3, 63, 64, 65, 130, 300, 511, 700]
+
+
+def test_requests_find_all_kernels_compiled(monkeypatch):
+    made = worker(GPU, torch.bfloat16, rows=9)
+    again = [[request] for request in requests(LENGTHS)]
+
+    def compiled(kernel, *rest):
+        raise AssertionError(f"a request waited until {kernel.__name__} was compiled")
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    for wanted in (requests(LENGTHS), *again):
+        run(made, wanted, 1)
 
 
 def test_a_gpu_agrees_with_the_references(monkeypatch):
