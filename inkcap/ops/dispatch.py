@@ -64,11 +64,14 @@ class Op(Generic[P, R]):
         """
         fitting = self.fitting(device, deterministic=deterministic)
         mode = " in deterministic mode" if deterministic else ""
-        if not fitting or (wanted is not None and wanted not in fitting):
-            state = "does not run" if wanted is None or wanted in self.implementations else "does not exist"
+        if not fitting:
+            had = ", ".join(self.implementations)
+            raise NoSuchOp(f"op {self.name} has no implementation for {device}{mode}; those it has are {had}")
+        if wanted is not None and wanted not in fitting:
+            state = "does not run" if wanted in self.implementations else "does not exist"
             raise NoSuchOp(
-                f"implementation {wanted or 'of any name'!r} of op {self.name} {state} on {device}{mode}; "
-                f"what fits is {', '.join(fitting) or 'nothing'}"
+                f"implementation {wanted!r} of op {self.name} {state} on {device}{mode}; "
+                f"what fits is {', '.join(fitting)}"
             )
         self.chosen = wanted or next(name for name in reversed(fitting) if deterministic or name not in self.spare)
         self.function = self.implementations[self.chosen][0]

@@ -52,6 +52,20 @@ def test_errors_say_what_would_have_fitted(scratch):
         bind(CPU, {"treble": "ref"})
 
 
+def test_deterministic_mode_takes_nothing_but_tokenwise_implementations(scratch):
+    with pytest.raises(NoSuchOp, match="op double has no implementation for cpu in deterministic mode"):
+        bind(CPU, deterministic=True)
+    scratch.implement("alone", when=lambda device: device.type == "cpu", spare=True)(lambda x: f"alone {2 * x}")
+    bind(CPU)
+    assert scratch(1) == "plain 2"  # a spare one is for that mode alone
+    bind(CPU, deterministic=True)
+    assert scratch(1) == "alone 2"
+    with pytest.raises(
+        NoSuchOp, match="'plain' of op double does not run on cpu in deterministic mode; what fits is alone"
+    ):
+        bind(CPU, {"double": "plain"}, deterministic=True)
+
+
 def test_names_are_taken_once(scratch):
     with pytest.raises(AssertionError, match="two implementations named plain"):
         scratch.implement("plain", when=lambda device: True)(lambda x: "")
