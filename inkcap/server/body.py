@@ -16,6 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inkcap.base.vocabulary import VOCAB
+
 PIECE_BYTES = 64 << 10  # of JSON that is parsed at once: 2 ms at worst
 PIECE_LEVELS = 16  # that may have more than a piece inside
 VALUE_BYTES = 8  # that a value counts for besides its own
@@ -70,9 +72,9 @@ def parse(data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Parsed]) -> P
 class Pieces:
     """Parses JSON piece by piece. Raises msgspec.DecodeError, UnicodeDecodeError, RecursionError or HTTPException."""
 
-    def __init__(self, most_numbers: int | None = None) -> None:
-        """`most_numbers`: of a flat array; a prompt cannot have more ids."""
-        self.most_numbers = most_numbers
+    def __init__(self, context: int | None = None) -> None:
+        """`context`: tokens that a prompt must have fewer of; None: not known yet."""
+        self.context = context
         self.parsed = 0  # bytes, since others had their turn
 
     async def value(self, data: bytes | msgspec.Raw, levels: int = PIECE_LEVELS) -> Any:
@@ -105,8 +107,12 @@ class Pieces:
             stop = end if stop < 0 else stop
             values += _anything.decode(b"[" + data[start:stop] + b"]")
             start = stop + 1
-            if self.most_numbers is not None and len(values) > self.most_numbers:
-                raise HTTPException(400, f"an array has more than {self.most_numbers:,} numbers, the most of a prompt")
+            if self.context is not None and len(values) > (most := max(self.context, VOCAB)):
+                raise HTTPException(
+                    400,
+                    f"an array has more than {most:,} numbers, and a prompt here has less than {self.context:,} tokens "
+                    "(model.max_length)",
+                )
             await asyncio.sleep(0)
         return values
 
@@ -122,11 +128,11 @@ class JsonRequest(Request):
         large = self.size > PIECE_BYTES
         service = self.app.state.service
         limit, info = service.config.server.json_depth, service.engine.info
-        most_numbers = None if info is None else max(info.max_length, info.vocab_size)
+        context = None if info is None else info.max_length
         try:
             if large:
                 await count(data)
-            value = await Pieces(most_numbers).value(data) if large else _anything.decode(data)
+            value = await Pieces(context).value(data) if large else _anything.decode(data)
         except UnicodeDecodeError as error:
             raise HTTPException(400, f"the body is not UTF-8: byte {error.start} is wrong") from None
         except msgspec.DecodeError as error:
