@@ -8,6 +8,7 @@ Each prints JSON lines. MODEL is a checkpoint with the published vocabulary, suc
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -33,6 +34,7 @@ from inkcap.chat.grammar import read_wish
 from inkcap.chat.tokens import Tokenizer
 from inkcap.llm import CompletionOutput
 from inkcap.runner.guides import Guides
+from inkcap.sampling.sampler import Sampler
 
 PERSON = {
     "type": "object",
@@ -159,11 +161,13 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {"p50": round(statistics.median(values), 2), "p90": round(values[int(len(values) * 0.9)], 2)}
 
 
-def step(path: str, rounds: int, steps: int = 8) -> None:
-    """Print the time of a step of 64 rows: free rows, and rows whose strings are bounded or not.
+def step(path: str, rounds: int, steps: int = 16) -> None:
+    """Print what rules cost in steps of 64 rows of the whole engine: free rows, and rows with bounded strings or not.
 
-    The difference of two runs, one `steps` steps longer, so that prompts do not count. No row ends. The best of each
-    counts: whatever else the machine does only adds time.
+    masks_ms is the time of all masks of a step, draw_ms that of drawing; on a GPU, masks are made while the forward
+    pass runs. step_ms is the difference of two runs, one `steps` steps longer, so that prompts do not count; it has
+    the forward pass in it, which reads more experts the more the rows differ, and free rows of a random model hardly
+    do. No row ends. The best of each step time counts: whatever else the machine does only adds time.
     """
     endless = {kind: {"type": "array", "items": schema, "minItems": 500} for kind, schema in (BOUND | FREE).items()}
     asked: dict[str, dict[str, Any]] = {"free": {}}
@@ -183,12 +187,35 @@ def step(path: str, rounds: int, steps: int = 8) -> None:
 
         for temperature in (1.0, 0.0):
             short, long = ({kind: [seconds(kind, temperature, 2)] for kind in asked} for _ in range(2))
+            masks, draws = ({kind: [] for kind in asked} for _ in range(2))
             for kind in [*asked] * rounds:
                 short[kind].append(seconds(kind, temperature, 4))
-                long[kind].append(seconds(kind, temperature, 4 + steps))
+                with watched(Guides, "masks", masks[kind]), watched(Sampler, "draw", draws[kind]):
+                    long[kind].append(seconds(kind, temperature, 4 + steps))
             best = {kind: round(1e3 * (min(long[kind][1:]) - min(short[kind][1:])) / steps, 2) for kind in asked}
-            line = {"bench": "grammar.step", "rows": ROWS, "temperature": temperature, "step_ms": best, **where()}
-            print(json.dumps(line), flush=True)
+            line = {"bench": "grammar.step", "rows": ROWS, "temperature": temperature, "step_ms": best}
+            line["masks_ms"] = {kind: quantiles(masks[kind]) for kind in endless}
+            line["draw_ms"] = {kind: quantiles(draws[kind]) for kind in asked}
+            print(json.dumps(line | where()), flush=True)
+
+
+@contextlib.contextmanager
+def watched(owner: type, name: str, found: list[float]) -> Iterator[None]:
+    """Note how long a method takes, in ms, whenever it is called for ROWS rows."""
+    method = getattr(owner, name)
+
+    def timed(self: object, rows: Any, *more: Any) -> Any:
+        began = time.perf_counter()
+        result = method(self, rows, *more)
+        if len(rows) == ROWS:
+            found.append(1e3 * (time.perf_counter() - began))
+        return result
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
 
 
 def sample(path: str, count: int, kinds: Sequence[str], seed: int = 1, tokens: int = 100) -> None:
