@@ -95,8 +95,7 @@ def test_every_bfloat16():
     every = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
     mixed = every[torch.randperm(len(every))]
     for x in (every, every.flip(0), mixed, -mixed):
-        for columns in (32, 544):
-            agree(x[: len(x) // columns * columns].view(-1, columns), 1.0, 256.0)
+        agree(x.view(-1, 96), 1.0, 256.0)
 
 
 def test_values_that_are_not_finite_stay_visible():
