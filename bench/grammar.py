@@ -172,7 +172,8 @@ def step(path: str, rounds: int, steps: int = 16) -> None:
     endless = {kind: {"type": "array", "items": schema, "minItems": 500} for kind, schema in (BOUND | FREE).items()}
     asked: dict[str, dict[str, Any]] = {"free": {}}
     for kind, schema in endless.items():
-        asked[kind] = {"response_format": {"type": "json_schema", "json_schema": {"name": "l", "schema": schema}}}
+        # a random model would fill its texts with blanks
+        asked[kind] = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
     prompts = [[{"role": "user", "content": f"Number {i}, please."}] for i in range(ROWS)]
     with LLM(path, dtype="float32", max_model_len=512, max_num_seqs=ROWS, enable_prefix_caching=False) as llm:
 
