@@ -71,7 +71,7 @@ def calm(model: Inkling | Inkling2, layers: int) -> None:
     With outputs as large as the stream, a random network makes much of any difference, again and again.
     """
     for name, slot in model.slots().items():
-        if name.endswith(("attn_out.weight", "mlp.w2.weight", "experts.w2", "experts.w2.amax", "shared.w2")):
+        if name.endswith(("attn_out.weight", "mlp.w2.weight", "experts.w2", "shared.w2")):
             slot.target.mul_((2 * layers) ** -0.5)
 
 
@@ -96,7 +96,7 @@ def build(args: argparse.Namespace, device: torch.device, kv_dtype: torch.dtype 
             progress=False,
             kv_dtype=kv_dtype,
         )
-    model, _ = make_model(SHAPES[args.shape], args.weights, device, kv_dtype=kv_dtype)
+    model, _ = make_model(SHAPES[args.shape], "bf16", device, kv_dtype=kv_dtype)
     calm(model, len(model.layers))
     if isinstance(model, Inkling):
         sharpen(model, args.sharpness)
@@ -183,7 +183,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="inkling-tp8")
     parser.add_argument("--model", help="a checkpoint instead")
-    parser.add_argument("--weights", choices=("bf16", "nvfp4"), default="bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     parser.add_argument("--positions", type=int, default=256)
@@ -224,7 +223,7 @@ def main() -> None:
                     "length": length,
                     **compare(found, own),
                     "chunk": args.chunk,
-                    **({} if args.model else {"weights": args.weights, "sharpness": args.sharpness}),
+                    **({} if args.model else {"weights": "bf16", "sharpness": args.sharpness}),
                     **facts(device),
                 }
                 record(file, result)
