@@ -130,7 +130,9 @@ def test_mxfp8_decodes_every_scale_and_code():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("experts", "rows_", "columns"), [(3, 37, 4256), (2, 2048, 64), (1, 5, 48), (5, 1, 16)])
+@pytest.mark.parametrize(
+    ("experts", "rows_", "columns"), [(3, 37, 4256), (2, 2048, 64), (1, 5, 48), (5, 1, 16), (0, 4, 64)]
+)
 def test_lookup_gives_the_bits_of_the_reference(dtype, experts, rows_, columns):
     draw = torch.Generator().manual_seed(columns)
     codes = torch.randint(0, 256, (experts, rows_, columns // 2), dtype=torch.uint8, generator=draw)

@@ -26,7 +26,7 @@ def nvfp4_decode(
     codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
 ) -> Tensor:
     """As ref.nvfp4_decode, on a CPU. A factor with fewer bytes than its table has entries goes to the reference."""
-    if codes.numel() < TABLE_ENTRIES * factor.numel():
+    if codes.numel() < TABLE_ENTRIES * max(1, factor.numel()):
         return ref.nvfp4_decode.reference(codes, scales, factor, dtype, out)
     every = torch.arange(256, dtype=torch.uint8)
     pairs = ref.e2m1_values(torch.stack((every & 15, every >> 4), -1))  # [256, 2], low nibble first
