@@ -58,14 +58,15 @@ def sample_cpu(
         row, few = rows[place], None
         if words is not None:
             few = _few(words[place], width)
-            if few is None:
-                _forbid(row, words[place])
-            else:
-                row = row[few]
-        if not (row.size and np.isfinite(row.max())):
+            row = row if few is None else row[few]
+        best = int(row.argmax()) if row.size else 0  # of the first NaN, if there is one
+        # the best token of all is the best of those allowed if it is allowed: then nothing need be masked
+        if words is not None and few is None and (heat != 0 or not words[place, best >> 5] >> np.uint32(best & 31) & 1):
+            _forbid(row, words[place])
+            best = int(row.argmax())
+        if not (row.size and np.isfinite(row[best])):
             continue
         if heat == 0:
-            best = row.argmax()
             tokens[place] = best if few is None else few[best]
         elif few is not None or 0 < k < width or p < 1 or ratio > 0:
             scaled = row / np.float32(heat)
