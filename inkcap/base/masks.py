@@ -20,6 +20,7 @@ NUMBER, AFTER_NUMBER = b"0123456789+-.eE", b",]} \n\r\t"
 SLOW_S = 200e-6  # a walk that takes longer is one of those that several threads share
 SLOW_STEPS = 8  # for so many steps
 LANES = min(8, os.cpu_count() or 1)
+PUT_OFF = 64  # tokens of a string that a matcher may owe its grammar
 
 
 class Compiled(NamedTuple):
@@ -42,12 +43,15 @@ class Known(NamedTuple):
 class Matcher:
     """Where one text is in one grammar."""
 
-    __slots__ = ("behind", "capped", "full", "grammar", "inner", "inside", "path", "rest", "room", "rooms", "slow")
+    __slots__ = (
+        "_inner", "behind", "capped", "full", "grammar", "inside", "owed", "path", "rest", "room", "rooms", "slow"
+    )  # fmt: skip
 
     def __init__(self, grammar: Compiled, rooms: Rooms) -> None:
         self.grammar = grammar
         self.rooms = rooms
-        self.inner = grammar.whole.deep_copy()
+        self._inner = grammar.whole.deep_copy()
+        self.owed: list[int] = []  # letters inside a string, which `_inner` has not seen yet: they cannot be refused
         self.rest: llguidance.LLMatcher | None = None  # made when it is needed
         self.behind: list[int] = []  # tokens that `rest` has not seen yet
         # The text without what stands in strings and numbers that do not matter for what follows: texts of one path are
@@ -60,12 +64,26 @@ class Matcher:
         self.capped = False  # there may be more room
         self.slow = 0  # steps for which walks are taken to be slow
 
+    @property
+    def inner(self) -> llguidance.LLMatcher:
+        """The grammar's own matcher, which has seen all tokens."""
+        if self.owed:
+            self._inner.consume_tokens(self.owed)
+            self.owed.clear()
+        return self._inner
+
     def consume(self, token: int) -> bool:
-        """Go on by one token. False: it may not come next, or a limit is reached, see `error`."""
+        """Go on by one token. False: it may not come next, or a limit is reached, see `error`.
+
+        Letters that fit into a string are put off: consumed one a step, each finds its grammar gone from the caches.
+        """
         if self.grammar.rest is not None:
             self.behind.append(token)
         if self.inside is not None and (letters := self.rooms.letters[token]):
             self.room -= letters
+            if self.room >= 0 and len(self.owed) < PUT_OFF:
+                self.owed.append(token)
+                return True
         else:
             if self.path is not None:
                 tail = self.rooms.pieces[token] if self.inside is None else self.rooms.tails.get(token)
@@ -84,12 +102,12 @@ class Matcher:
     @property
     def accepting(self) -> bool:
         """Whether the text may end here."""
-        return self.inner.is_accepting()
+        return not self.owed and self.inner.is_accepting()
 
     @property
     def error(self) -> str:
         """Why this matcher can say nothing any more; empty while it can."""
-        return readable(self.inner.get_error()) if self.inner.is_error() else ""
+        return readable(self._inner.get_error()) if self._inner.is_error() else ""
 
 
 Place = tuple[int, bytes | None, bool]

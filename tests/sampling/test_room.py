@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from inkcap.base.masks import Filler
+from inkcap.base.masks import PUT_OFF, Filler
 from inkcap.base.matching import json_grammar
 from inkcap.base.room import WORDS, Rooms, steady, witness
 from inkcap.base.vocabulary import VOCAB
@@ -96,7 +96,7 @@ def test_quick_masks_are_those_of_the_whole_grammar(compiler, name, compact):
             inside += kept
             may = bits(wanted).astype(bool)
             allowed = np.flatnonzero(may)
-            if not len(allowed) or quick.inner.is_stopped():
+            if not len(allowed) or whole.inner.is_stopped():
                 break
             # every kind of token gets its turn, not only those of which there are many
             short = [token for token in allowed[rng.integers(len(allowed), size=8)] if len(compiler.pieces[token]) < 4]
@@ -111,12 +111,14 @@ def test_quick_masks_are_those_of_the_whole_grammar(compiler, name, compact):
 @pytest.mark.parametrize("least", [0, 3])
 def test_every_room_has_its_own_mask_down_to_none(compiler, least):
     grammar = json_grammar(of(a=text(140, minLength=least), b=text(2)))
-    quick, whole = compiler.matcher(grammar), Walked(compiler, grammar)
+    quick, whole, owed = compiler.matcher(grammar), Walked(compiler, grammar), 0
     for i, token in enumerate(compiler.ids[piece] for piece in [b'{"', b"a", b'":"', *[b"x"] * 140]):
         assert (quick.inside is not None) == (i > 3 + least), "from where the string may end"
         assert (fill(compiler, quick) == whole.mask()).all()
         assert quick.consume(token)
+        owed = max(owed, len(quick.owed))
         assert whole.inner.consume_token(token)
+    assert owed == PUT_OFF, "letters are put off, and not for ever"
     assert (fill(compiler, quick) == whole.mask()).all()
     assert quick.full
     assert quick.inside is None, "the end may be forced"
