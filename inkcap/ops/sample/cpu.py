@@ -55,14 +55,19 @@ def sample_cpu(
     words = None if masks is None else masks.numpy().view(np.uint32)
     columns = NO_LIMITS if limits is None else (limits.top_k.tolist(), limits.top_p.tolist(), limits.min_p.tolist())
     for place, (heat, k, p, ratio) in enumerate(zip(heats.tolist(), *columns, strict=limits is not None)):
-        row, few = rows[place], None
+        row, few, mask = rows[place], None, None
         if words is not None:
             few = _few(words[place], width)
-            row = row if few is None else row[few]
+            if few is None:
+                mask = words[place]
+            else:
+                row = row[few]
+        if mask is not None and heat != 0:
+            _forbid(row, mask)
         best = int(row.argmax()) if row.size else 0  # of the first NaN, if there is one
         # the best token of all is the best of those allowed if it is allowed: then nothing need be masked
-        if words is not None and few is None and (heat != 0 or not words[place, best >> 5] >> np.uint32(best & 31) & 1):
-            _forbid(row, words[place])
+        if mask is not None and heat == 0 and not mask[best >> 5] >> np.uint32(best & 31) & 1:
+            _forbid(row, mask)
             best = int(row.argmax())
         if not (row.size and np.isfinite(row[best])):
             continue
