@@ -68,11 +68,20 @@ class Tapped:
 def calm(model: Inkling | Inkling2, layers: int) -> None:
     """Make what layers add to the stream small beside it, as networks are initialised: 1 / sqrt(2 * layers).
 
-    With outputs as large as the stream, a random network makes much of any difference, again and again.
+    With outputs as large as the stream, a random network makes much of any difference, again and again. Where sizes are
+    normed away, mixtures lean to the embedding instead: about half of each is not of layers.
     """
-    for name, slot in model.slots().items():
+    slots = model.slots()
+    for name, slot in slots.items():
         if name.endswith(("attn_out.weight", "mlp.w2.weight", "experts.w2", "shared.w2")):
             slot.target.mul_((2 * layers) ** -0.5)
+    if isinstance(model, Inkling2):
+        embedding = slots["embed.weight"].target
+        common = torch.randn(embedding.shape[1], generator=torch.Generator().manual_seed(1)).to(embedding.device)
+        embedding.add_(common).mul_(0.5**0.5)
+        for name, slot in slots.items():
+            if name.endswith("query"):
+                slot.target.copy_(common * (2 / len(common)) ** 0.5)  # scores 1 with the embedding
 
 
 def sharpen(model: Inkling, spread: float) -> None:
