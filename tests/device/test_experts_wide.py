@@ -50,29 +50,25 @@ def compared(x, w, route, *, paired, caps=None):
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-@pytest.mark.parametrize(("caps", "short"), [(None, 0), (None, 384), (Caps(3.0, 2.0), 0)])
-def test_any_number_of_uses_of_an_expert(bits, caps, short, monkeypatch):
-    monkeypatch.setattr("inkcap.ops.experts.wide.SHORT", short)
+@pytest.mark.parametrize("caps", [None, Caps(3.0, 2.0)])
+def test_any_number_of_uses_of_an_expert(bits, caps):
     choice = torch.repeat_interleave(torch.arange(len(COUNTS), device=GPU), torch.tensor(COUNTS, device=GPU))
     route = Routed(choice[torch.randperm(len(choice), device=GPU)][:, None], *(torch.ones(1, device=GPU),) * 2)
-    for rows, length in ((1024, 384),) if short else ((384, 640), (256, 128)):
+    for rows, length in ((384, 640), (256, 128)):
         w = normal(len(COUNTS), rows, length, device=GPU, scale=length**-0.5)
         w = coded(bits, len(COUNTS), rows, length, GPU, torch.bfloat16) if bits < 16 else w
         x = normal(len(choice), length, device=GPU)
-        if not short:
-            compared(x, w, route, paired=True, caps=caps)
+        compared(x, w, route, paired=True, caps=caps)
         if caps is None:
             compared(x, w, route, paired=False)
 
 
 @pytest.mark.parametrize("bits", [4, 16])
-@pytest.mark.parametrize("short", [0, 384])
-def test_both_halves_of_a_rank(bits, short, monkeypatch):
+def test_both_halves_of_a_rank(bits):
     """As prefill has them, twice: the ring ends in another state, and nothing of one launch is left for the next."""
-    monkeypatch.setattr("inkcap.ops.experts.wide.SHORT", short)
     for tokens in (8192, 3000):
         route = routed(tokens, 6, 256)
-        for rows, length, paired in ((768, 6144, True), (6144, 384, False))[short > 0 :]:
+        for rows, length, paired in ((768, 6144, True), (6144, 384, False)):
             w = normal(256, rows, length, device=GPU, scale=length**-0.5)
             w = coded(bits, 256, rows, length, GPU, torch.bfloat16) if bits < 16 else w
             x = normal(tokens if paired else 6 * tokens, length, device=GPU)

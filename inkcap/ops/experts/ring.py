@@ -1,9 +1,8 @@
 """How rows and weights come to the multiplying warps of wide.py: through a ring of shared memory, whose stages hold 64
 columns of a tile's rows and of as many weights as a block has columns. Codes are decoded on the way.
 
-An item is a tile of uses and a part of the columns, block by block. Where a row is short, the tile's rows stay in
-shared memory for a whole item, and only weights go round. Gluon is compiled, not interpreted: CI compiles this, a
-device compares it.
+An item is a tile of uses and a block of columns. Gluon is compiled, not interpreted: CI compiles this, a device
+compares it.
 """
 
 import triton
@@ -135,11 +134,11 @@ def folded(stage, PAIRED: gl.constexpr):
 
 
 @gluon.jit
-def item_of(expert, start, stop, item, items, PARTS: gl.constexpr):
-    """Expert, first and end of the uses, part of the columns of an item, or of the last one."""
+def item_of(expert, start, stop, item, items, BLOCKS: gl.constexpr):
+    """Expert, first and end of the uses, block of columns of an item, or of the last one."""
     item = gl.minimum(item, items - 1)
-    tile = item // PARTS
-    return gl.load(expert + tile).to(gl.int64), gl.load(start + tile), gl.load(stop + tile), item % PARTS
+    tile = item // BLOCKS
+    return gl.load(expert + tile).to(gl.int64), gl.load(start + tile), gl.load(stop + tile), item % BLOCKS
 
 
 @gluon.jit
@@ -151,12 +150,12 @@ def row_of(order, at, end, SHARE: gl.constexpr):
 @gluon.jit
 def gather(
     tiles, ring, x, w, w_side,
-    SHARE: gl.constexpr, DENSE: gl.constexpr, PAIRED: gl.constexpr, HELD: gl.constexpr, N: gl.constexpr,
-    K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    SHARE: gl.constexpr, DENSE: gl.constexpr, PAIRED: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Begin to bring rows, and DENSE weights; barriers tell when they have come."""
     order, expert, start, stop, items = tiles
-    rows, weights, side, full, empty, held, free = ring
+    rows, weights, side, full, empty = ring
     HALF: gl.constexpr = BM // 2
     FOLD: gl.constexpr = 64 if PAIRED else 32
     AT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -164,46 +163,38 @@ def gather(
     k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, AT))
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        turn = item // gl.num_programs(0)
-        e, first, end, part = item_of(expert, start, stop, item, items, PARTS)
+        e, first, end, block = item_of(expert, start, stop, item, items, N // (BN + SIDE))
         r0, r1 = row_of(order, first + m, end, SHARE), row_of(order, first + GROUP + m, end, SHARE)
         r2, r3 = row_of(order, first + 2 * GROUP + m, end, SHARE), row_of(order, first + 3 * GROUP + m, end, SHARE)
         each = (r0, r1, r2, r3)
-        column = (e * N).to(gl.int32) + part * (N // PARTS)
-        for block in range(N // PARTS // (BN + SIDE)):
-            for at in range(K // DEPTH):
-                stage = step % STAGES
-                mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
-                if DENSE:
-                    mbarrier.expect(full.index(stage), (BN + SIDE) * DEPTH * 2)
-                    done, fold = full.index(stage), column // FOLD
-                    copy_tile(w, [fold, 0, 0, 0, at * DEPTH], done, folded(weights.index(stage), PAIRED))
-                    if SIDE > 0:
-                        fold += BN // FOLD
-                        copy_tile(w_side, [fold, 0, 0, 0, at * DEPTH], done, folded(side.index(stage), PAIRED))
-                if not HELD or block == 0:
-                    if HELD:
-                        mbarrier.wait(free.index(at), turn & 1 ^ 1)
-                    place = at if HELD else stage
-                    for g in gl.static_range(BM // GROUP):
-                        if g * GROUP < end - first:
-                            to = rows.index(2 * place + g * GROUP // HALF).slice(g * GROUP % HALF, GROUP)
-                            copy_rows(to, x + each[g].to(gl.int64)[:, None] * K + (at * DEPTH + k)[None, :])
-                    come = held.index(at) if HELD else full.index(stage)
-                    async_copy.mbarrier_arrive(come, increment_count=False)
-                step += 1
-            column += BN + SIDE
+        column = (e * N).to(gl.int32) + block * (BN + SIDE)
+        for at in range(K // DEPTH):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+            if DENSE:
+                mbarrier.expect(full.index(stage), (BN + SIDE) * DEPTH * 2)
+                done, fold = full.index(stage), column // FOLD
+                copy_tile(w, [fold, 0, 0, 0, at * DEPTH], done, folded(weights.index(stage), PAIRED))
+                if SIDE > 0:
+                    fold += BN // FOLD
+                    copy_tile(w_side, [fold, 0, 0, 0, at * DEPTH], done, folded(side.index(stage), PAIRED))
+            for g in gl.static_range(BM // GROUP):
+                if g * GROUP < end - first:
+                    to = rows.index(2 * stage + g * GROUP // HALF).slice(g * GROUP % HALF, GROUP)
+                    copy_rows(to, x + each[g].to(gl.int64)[:, None] * K + (at * DEPTH + k)[None, :])
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            step += 1
 
 
 @gluon.jit
 def unpack(
     tiles, ring, w, scales,
-    BITS: gl.constexpr, PAIRED: gl.constexpr, N: gl.constexpr, K: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr,
+    BITS: gl.constexpr, PAIRED: gl.constexpr, N: gl.constexpr, K: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Decode weights; the codes of two steps are in registers while those before them are decoded."""
     _, expert, start, stop, items = tiles
-    _, weights, _, full, empty, _, _ = ring
+    _, weights, _, full, empty = ring
     PER: gl.constexpr = 32 // BITS  # codes of a word
     if BITS == 4:
         AT: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
@@ -218,31 +209,28 @@ def unpack(
     AT_TWO: gl.constexpr = gl.SliceLayout(2, APART)
     two = column_of(gl.arange(0, BN, layout=gl.SliceLayout(1, AT_TWO)), PAIRED)[:, None] * (K // 32)
     two += gl.arange(0, 2, layout=gl.SliceLayout(0, AT_TWO))[None, :]
-    e, _, _, part = item_of(expert, start, stop, gl.program_id(0), items, PARTS)
-    row = e * N + part * (N // PARTS)
+    e, _, _, block = item_of(expert, start, stop, gl.program_id(0), items, N // BN)
+    row = e * N + block * BN
     even, odd = gl.load(w + row * (K // PER) + words), gl.load(w + row * (K // PER) + DEPTH // PER + words)
     even_scales, odd_scales = gl.load(scales + row * (K // 32) + two), gl.load(scales + row * (K // 32) + 2 + two)
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        e, _, _, part = item_of(expert, start, stop, item + gl.num_programs(0), items, PARTS)
-        next_row = e * N + part * (N // PARTS)
-        BLOCKS: gl.constexpr = N // PARTS // BN
-        for block in range(BLOCKS):
-            behind = gl.where(block == BLOCKS - 1, next_row, row + BN)
-            for done in range(0, K, 2 * DEPTH):
-                ahead = gl.where(done + 2 * DEPTH < K, row * K + done + 2 * DEPTH, behind * K)
-                stage = step % STAGES
-                mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
-                decode(even, even_scales, weights.index(stage), BITS)
-                even, even_scales = gl.load(w + ahead // PER + words), gl.load(scales + ahead // 32 + two)
-                everybody()
-                mbarrier.arrive(full.index(stage))
-                stage = (step + 1) % STAGES
-                mbarrier.wait(empty.index(stage), (step + 1) // STAGES & 1 ^ 1)
-                decode(odd, odd_scales, weights.index(stage), BITS)
-                odd = gl.load(w + ahead // PER + DEPTH // PER + words)
-                odd_scales = gl.load(scales + ahead // 32 + 2 + two)
-                everybody()
-                mbarrier.arrive(full.index(stage))
-                step += 2
-            row = behind
+        e, _, _, block = item_of(expert, start, stop, item + gl.num_programs(0), items, N // BN)
+        behind = e * N + block * BN
+        for done in range(0, K, 2 * DEPTH):
+            ahead = gl.where(done + 2 * DEPTH < K, row * K + done + 2 * DEPTH, behind * K)
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
+            decode(even, even_scales, weights.index(stage), BITS)
+            even, even_scales = gl.load(w + ahead // PER + words), gl.load(scales + ahead // 32 + two)
+            everybody()
+            mbarrier.arrive(full.index(stage))
+            stage = (step + 1) % STAGES
+            mbarrier.wait(empty.index(stage), (step + 1) // STAGES & 1 ^ 1)
+            decode(odd, odd_scales, weights.index(stage), BITS)
+            odd = gl.load(w + ahead // PER + DEPTH // PER + words)
+            odd_scales = gl.load(scales + ahead // 32 + 2 + two)
+            everybody()
+            mbarrier.arrive(full.index(stage))
+            step += 2
+        row = behind

@@ -58,131 +58,108 @@ def write(
 
 @gluon.jit
 def multiply(
-    ring, step, turn, order, first, end, column, factor, y, gate_cap, up_cap,
-    SECOND: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, HELD: gl.constexpr, N: gl.constexpr,
-    K: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    ring, step, order, first, end, column, factor, y, gate_cap, up_cap,
+    SECOND: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    M: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Products of M uses from `first` on with an item's columns, times `factor`, written. Returns the next step."""
-    rows, weights, side, full, empty, held, free = ring
+    """Products of M uses from `first` on with a block of columns, times `factor`, written. Returns the next step."""
+    rows, weights, side, full, empty = ring
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    STEPS: gl.constexpr = K // DEPTH
-    BLOCKS: gl.constexpr = N // PARTS // (BN + SIDE)
-    for block in range(BLOCKS):
-        acc = gl.zeros([M, BN], gl.float32, SUMS)
+    acc = gl.zeros([M, BN], gl.float32, SUMS)
+    if SIDE > 0:
+        also = gl.zeros([M, SIDE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16]))
+    for at in range(K // DEPTH):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        fence_async_shared()
+        own = rows.index(2 * stage + SECOND).slice(0, M)
+        acc = warpgroup_mma(own, weights.index(stage).permute((1, 0)), acc, is_async=True)
         if SIDE > 0:
-            also = gl.zeros([M, SIDE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16]))
-        for at in range(STEPS):
-            stage = step % STAGES
-            if HELD:
-                mbarrier.wait(held.index(at), turn & 1)
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            fence_async_shared()
-            own = rows.index(2 * (at if HELD else stage) + SECOND).slice(0, M)
-            acc = warpgroup_mma(own, weights.index(stage).permute((1, 0)), acc, is_async=True)
-            if SIDE > 0:
-                also = warpgroup_mma(own, side.index(stage).permute((1, 0)), also, is_async=True)
-                acc, also = warpgroup_mma_wait(2, deps=[acc, also])
-            else:
-                acc = warpgroup_mma_wait(1, deps=[acc])
-            if at > 0:
-                mbarrier.arrive(empty.index((step - 1) % STAGES))
-                if HELD:
-                    mbarrier.arrive(free.index(at - 1), pred=block == BLOCKS - 1)
-            step += 1
-        if SIDE > 0:
-            acc, also = warpgroup_mma_wait(0, deps=[acc, also])
+            also = warpgroup_mma(own, side.index(stage).permute((1, 0)), also, is_async=True)
+            acc, also = warpgroup_mma_wait(2, deps=[acc, also])
         else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((step - 1) % STAGES))
-        if HELD:
-            mbarrier.arrive(free.index(STEPS - 1), pred=block == BLOCKS - 1)
-        write(acc * factor, order, first, end, column, y, gate_cap, up_cap, PAIRED, CAPPED, N)
-        if SIDE > 0:
-            write(also * factor, order, first, end, column + BN, y, gate_cap, up_cap, PAIRED, CAPPED, N)
-        column += BN + SIDE
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        if at > 0:
+            mbarrier.arrive(empty.index((step - 1) % STAGES))
+        step += 1
+    if SIDE > 0:
+        acc, also = warpgroup_mma_wait(0, deps=[acc, also])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((step - 1) % STAGES))
+    write(acc * factor, order, first, end, column, y, gate_cap, up_cap, PAIRED, CAPPED, N)
+    if SIDE > 0:
+        write(also * factor, order, first, end, column + BN, y, gate_cap, up_cap, PAIRED, CAPPED, N)
     return step
 
 
 @gluon.jit
 def consume(
     tiles, ring, factors, y, gate_cap, up_cap,
-    SECOND: gl.constexpr, BITS: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, HELD: gl.constexpr,
-    N: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
+    SECOND: gl.constexpr, BITS: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, N: gl.constexpr,
+    K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The first or second half of each tile's uses."""
     order, expert, start, stop, items = tiles
-    _, _, _, full, empty, held, free = ring
+    full, empty = ring[3], ring[4]
     HALF: gl.constexpr = BM // 2
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        turn = item // gl.num_programs(0)
-        e, first, end, part = item_of(expert, start, stop, item, items, PARTS)
+        e, first, end, block = item_of(expert, start, stop, item, items, N // (BN + SIDE))
         first += SECOND * HALF
-        column = part * (N // PARTS)
+        column = block * (BN + SIDE)
         factor = 1.0
         if BITS == 4:
             factor = gl.load(factors + e) * 65536.0
         if end - first > HALF - GROUP:
             step = multiply(
-                ring, step, turn, order, first, end, column, factor, y, gate_cap, up_cap,
-                SECOND, PAIRED, CAPPED, HELD, N, K, HALF, BN, SIDE, PARTS, STAGES,
+                ring, step, order, first, end, column, factor, y, gate_cap, up_cap,
+                SECOND, PAIRED, CAPPED, N, K, HALF, BN, SIDE, STAGES,
             )  # fmt: skip
         elif end > first:
             step = multiply(
-                ring, step, turn, order, first, end, column, factor, y, gate_cap, up_cap,
-                SECOND, PAIRED, CAPPED, HELD, N, K, GROUP, BN, SIDE, PARTS, STAGES,
+                ring, step, order, first, end, column, factor, y, gate_cap, up_cap,
+                SECOND, PAIRED, CAPPED, N, K, GROUP, BN, SIDE, STAGES,
             )  # fmt: skip
         else:
-            for block in range(N // PARTS // (BN + SIDE)):
-                for at in range(K // DEPTH):
-                    if HELD and block == 0:
-                        mbarrier.wait(held.index(at), turn & 1)
-                        mbarrier.arrive(free.index(at))
-                    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-                    mbarrier.arrive(empty.index(step % STAGES))
-                    step += 1
+            for _ in range(K // DEPTH):
+                mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+                mbarrier.arrive(empty.index(step % STAGES))
+                step += 1
 
 
 @gluon.jit
 def wide_kernel(
     x, w, w_side, scales, factors, order, expert, start, stop, number, y, gate_cap, up_cap,
-    SHARE: gl.constexpr, BITS: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, HELD: gl.constexpr,
-    N: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, DECODERS: gl.constexpr, CONSUMER: gl.constexpr, GATHERER: gl.constexpr, DECODER: gl.constexpr,
+    SHARE: gl.constexpr, BITS: gl.constexpr, PAIRED: gl.constexpr, CAPPED: gl.constexpr, N: gl.constexpr,
+    K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SIDE: gl.constexpr, STAGES: gl.constexpr,
+    DECODERS: gl.constexpr, CONSUMER: gl.constexpr, GATHERER: gl.constexpr, DECODER: gl.constexpr,
 ):  # fmt: skip
     """x [.., K]; w [E, N, K], descriptors or words of codes; y [uses, N], or N / 2 where PAIRED.
 
-    HELD: rows stay for an item. SIDE: columns of a block beside its BN ones, from another tile of shared memory.
+    SIDE: columns of a block beside its BN ones, from another tile of shared memory.
     """
     TILED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PLACES: gl.constexpr = K // DEPTH if HELD else STAGES
-    rows = gl.allocate_shared_memory(gl.bfloat16, [2 * PLACES, BM // 2, DEPTH], TILED)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, BM // 2, DEPTH], TILED)
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, DEPTH], TILED)
     side = weights
     if SIDE > 0:
         side = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SIDE, DEPTH], TILED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    held = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1 if HELD else 128 + 1)  # the weights, and threads whose rows have come
+        mbarrier.init(full.index(s), count=128 + 1)  # threads whose rows have come; the weights
         mbarrier.init(empty.index(s), count=2)
-    for s in gl.static_range(PLACES):
-        mbarrier.init(held.index(s), count=128)
-        mbarrier.init(free.index(s), count=2)
-    tiles = (order, expert, start, stop, gl.load(number) * PARTS)
-    ring = (rows, weights, side, full, empty, held, free)
+    tiles = (order, expert, start, stop, gl.load(number) * (N // (BN + SIDE)))
+    ring = (rows, weights, side, full, empty)
     if BITS == 16:
         gl.warp_specialize(
             [
-                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(0), BITS, PAIRED, CAPPED, HELD,
-                           N, K, BM, BN, SIDE, PARTS, STAGES)),
-                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(1), BITS, PAIRED, CAPPED, HELD,
-                           N, K, BM, BN, SIDE, PARTS, STAGES)),
-                (gather, (tiles, ring, x, w, w_side, SHARE, gl.constexpr(True), PAIRED, HELD, N, K, BM, BN, SIDE, PARTS,
-                          STAGES)),
+                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(0), BITS, PAIRED, CAPPED,
+                           N, K, BM, BN, SIDE, STAGES)),
+                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(1), BITS, PAIRED, CAPPED,
+                           N, K, BM, BN, SIDE, STAGES)),
+                (gather, (tiles, ring, x, w, w_side, SHARE, gl.constexpr(True), PAIRED, N, K, BM, BN, SIDE, STAGES)),
             ],
             [4, 4],
             [CONSUMER, GATHERER],
@@ -190,13 +167,12 @@ def wide_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(0), BITS, PAIRED, CAPPED, HELD,
-                           N, K, BM, BN, SIDE, PARTS, STAGES)),
-                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(1), BITS, PAIRED, CAPPED, HELD,
-                           N, K, BM, BN, SIDE, PARTS, STAGES)),
-                (gather, (tiles, ring, x, w, w_side, SHARE, gl.constexpr(False), PAIRED, HELD, N, K, BM, BN, SIDE,
-                          PARTS, STAGES)),
-                (unpack, (tiles, ring, w, scales, BITS, PAIRED, N, K, BN, PARTS, STAGES, DECODERS)),
+                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(0), BITS, PAIRED, CAPPED,
+                           N, K, BM, BN, SIDE, STAGES)),
+                (consume, (tiles, ring, factors, y, gate_cap, up_cap, gl.constexpr(1), BITS, PAIRED, CAPPED,
+                           N, K, BM, BN, SIDE, STAGES)),
+                (gather, (tiles, ring, x, w, w_side, SHARE, gl.constexpr(False), PAIRED, N, K, BM, BN, SIDE, STAGES)),
+                (unpack, (tiles, ring, w, scales, BITS, PAIRED, N, K, BN, STAGES, DECODERS)),
             ],
             [4, 4, DECODERS],
             [CONSUMER, GATHERER, DECODER],
@@ -213,12 +189,12 @@ class Shape:
     stages: int
     decoders: int  # warps
     registers: tuple[int, int, int]  # of a consumer, of who gathers, of a decoder
-    parts: int = 0  # of the columns, while whose products are made the rows are held; 0: they are not
 
 
+# us of both halves of 8192 tokens on an H200, see docs/kernels.md; rows that stay in shared memory while all blocks of
+# a tile go by, which 384 columns allow, made prefill 6 % slower with dense weights and no faster with codes
 CODES, PLAIN = Shape(256, 128, 0, 4, 4, (168, 64, 112)), Shape(256, 128, 64, 4, 0, (224, 56, 0))
-SHORT_CODES, SHORT_PLAIN = Shape(256, 128, 0, 2, 4, (168, 64, 112), 4), Shape(256, 128, 0, 2, 0, (168, 168, 0), 4)
-SHORT = 0  # columns of rows of which a tile is held; 384 can be
+NO_SIDE = Shape(256, 128, 0, 4, 0, (168, 168, 0))  # dense, where PLAIN's columns do not divide the rows
 
 
 @functools.cache
@@ -227,15 +203,6 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def shape_of(rows: int, length: int, coded: bool, paired: bool) -> Shape:
-    """How to cut products with matrices [rows, length]."""
-    if length <= SHORT and not paired and rows % (128 * SHORT_PLAIN.parts) == 0:
-        return SHORT_CODES if coded else SHORT_PLAIN
-    if coded:
-        return CODES
-    return PLAIN if rows % (PLAIN.columns + PLAIN.side) == 0 else Shape(256, 128, 0, 4, 0, (168, 168, 0))
 
 
 def fits(x: Tensor, w: Weights) -> bool:
@@ -262,7 +229,7 @@ def wide(
 ) -> Tensor:
     """`grouped` of many.py for all uses of a routing, where `fits`."""
     experts, rows, length = w.shape
-    shape = shape_of(rows, length, isinstance(w, Coded), paired)
+    shape = CODES if isinstance(w, Coded) else PLAIN if rows % (PLAIN.columns + PLAIN.side) == 0 else NO_SIDE
     uses = tiles(route, experts, shape.uses)
     if isinstance(w, Coded):
         bits = w.bits
@@ -272,12 +239,11 @@ def wide(
         bits, scales, factors = 16, x, x
         weights = descriptor(w, shape.columns, paired)
         side = descriptor(w, shape.side, paired) if shape.side else weights
-    parts = shape.parts or rows // (shape.columns + shape.side)
-    wide_kernel[(min(processors(x.device), len(uses.expert) * parts),)](
+    blocks = rows // (shape.columns + shape.side)
+    wide_kernel[(min(processors(x.device), len(uses.expert) * blocks),)](
         x, weights, side, scales, factors, uses.order, uses.expert, uses.start, uses.stop, uses.number, out,
         1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
-        share, bits, paired, caps is not None, shape.parts > 0, rows, length, shape.uses, shape.columns, shape.side,
-        parts, shape.stages, shape.decoders, *shape.registers,
-        num_warps=4,
+        share, bits, paired, caps is not None, rows, length, shape.uses, shape.columns, shape.side, shape.stages,
+        shape.decoders, *shape.registers, num_warps=4,
     )  # fmt: skip
     return out
