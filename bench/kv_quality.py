@@ -156,7 +156,7 @@ class Largest:
         for name, x in zip("kv", made[1:3], strict=True):
             largest = x.abs().float().amax((0, 2))
             key = f"layers.{layer}.attention.{name}_scale"
-            self.found[key] = torch.maximum(largest, self.found.get(key, largest))
+            self.found[key] = torch.fmax(largest, self.found.get(key, largest))  # NaN: a rehearsal on an empty cache
         return made
 
 
