@@ -125,17 +125,21 @@ class Unfinished:
 
     def __init__(self) -> None:
         self.begun: Future[Begun] = Future()
+        self.ended = False
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what failed in it."""
-        return self.begun.result().finish()
+        result = self.begun.result().finish()
+        self.ended = True
+        return result
 
 
 class DeviceExecutor:
     """One rank on a GPU. A step is begun in the rank's thread while the device works on the one before.
 
-    So planning a step, preparing it and the device's work overlap. Constructing it loads the model, as LocalExecutor
-    does.
+    So planning a step, preparing it and the device's work overlap. A step that finds the device idle is begun before
+    `submit` returns: planning the next one would take the interpreter from the rank's thread, and the device would
+    wait. Constructing it loads the model, as LocalExecutor does.
     """
 
     depth = 1
@@ -143,6 +147,7 @@ class DeviceExecutor:
 
     def __init__(self, load: Callable[[], Launches]) -> None:
         self._plans: SimpleQueue[tuple[StepPlan, Unfinished] | None] = SimpleQueue()
+        self._latest: Unfinished | None = None
         loaded: Future[RankFacts] = Future()
         self._thread = threading.Thread(target=self._work, args=(load, loaded), name="rank", daemon=True)
         self._thread.start()
@@ -150,8 +155,11 @@ class DeviceExecutor:
 
     def submit(self, plan: StepPlan) -> Underway:
         """Begin `plan` behind those before it."""
-        step = Unfinished()
+        step, idle = Unfinished(), self._latest is None or self._latest.ended
+        self._latest = step
         self._plans.put((plan, step))
+        if idle:
+            step.begun.exception()
         return step
 
     def close(self) -> None:

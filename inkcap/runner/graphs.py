@@ -28,7 +28,7 @@ from inkcap.ops.rows.ref import append_tokens, newest
 from inkcap.ops.sample.ref import allow
 from inkcap.ops.values import GroupView, Packing
 from inkcap.runner.guides import Guides
-from inkcap.runner.table import COLUMNS, RowTable, limits_of
+from inkcap.runner.table import RowTable, limits_of
 from inkcap.runner.transfer import upload
 from inkcap.sampling.sampler import Sampled, Sampler
 
@@ -123,7 +123,7 @@ class Graphs:
         self.listed: tuple[list[int], int] = ([], -1)  # rows that the device has listed, and the table's serial then
         most, device = self.sizes[-1], table.device
         self.rows = torch.full((most,), self.spare, dtype=torch.int32, device=device)
-        self.columns = {name: torch.zeros(most, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
+        self.columns = {name: column.new_zeros(most) for name, column in table.columns.items()}
         self.logits = torch.zeros(most, model.vocab_size, dtype=torch.float32, device=device)
         self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.every = torch.arange(most, device=device)

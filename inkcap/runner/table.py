@@ -12,13 +12,7 @@ from inkcap.runner.transfer import upload
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
 
 # what sampling needs of every row
-COLUMNS = {
-    "temperature": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "seed": torch.int64,
-}
+COLUMNS = {torch.float32: ("temperature", "top_p", "min_p"), torch.int32: ("top_k",), torch.int64: ("seed",)}
 
 
 class RowTable:
@@ -49,7 +43,11 @@ class RowTable:
         self.lengths[rows:] = 1
         self.host_lengths = [0] * rows
         self.serial = 0  # grows when rows open
-        self.columns = {name: torch.zeros(every, dtype=dtype, device=device) for name, dtype in COLUMNS.items()}
+        # columns of one dtype lie together, so that a row opens in few copies
+        self.kinds = {
+            kind: torch.zeros(len(names), every, dtype=kind, device=device) for kind, names in COLUMNS.items()
+        }
+        self.columns = {name: self.kinds[kind][i] for kind, names in COLUMNS.items() for i, name in enumerate(names)}
         self.tables = {  # [rows, width]
             group: torch.zeros(every, -(-capacity // block), dtype=torch.int32, device=device)
             for group, block in groups.items()
@@ -100,19 +98,21 @@ class RowTable:
         index = upload([setup.row for setup in setups], torch.int64, self.device)
         self.lengths[index] = upload([len(setup.tokens) for setup in setups], torch.int64, self.device)
         values = [_columns(setup) for setup in setups]
-        for name, dtype in COLUMNS.items():
-            self.columns[name][index] = upload([v[name] for v in values], dtype, self.device)
+        for kind, names in COLUMNS.items():
+            self.kinds[kind][:, index] = upload([[v[name] for v in values] for name in names], kind, self.device)
 
     def place(self, blocks: dict[str, list[BlockEntry]]) -> None:
         """Enter block ids into the block tables; a later entry of the same place wins."""
-        for group, entries in blocks.items():
-            if not entries:
-                continue
-            last = {(entry.row, entry.index): entry.block for entry in entries}
-            self._widen(group, max(index for _, index in last) + 1)
-            rows, indices = zip(*last, strict=True)
-            entered = upload([rows, indices, [*last.values()]], torch.int32, self.device)  # [3, entries]
-            self.tables[group][entered[0], entered[1]] = entered[2]
+        last = {(group, entry.row, entry.index): entry.block for group, entries in blocks.items() for entry in entries}
+        if not last:
+            return
+        groups, rows, indices = zip(*last, strict=True)
+        entered = upload([*rows, *indices, *last.values()], torch.int32, self.device).view(3, -1)
+        for group in dict.fromkeys(groups):  # whose entries stand together
+            begin, count = groups.index(group), groups.count(group)
+            own = slice(begin, begin + count)
+            self._widen(group, max(indices[own]) + 1)
+            self.tables[group][entered[0, own], entered[1, own]] = entered[2, own]
 
     def grow(self, length: int) -> None:
         """Make room for `length` tokens a row, and for the block table entries that cover them."""

@@ -52,6 +52,19 @@ def test_a_step_begins_before_the_one_before_ends():
     executor.close()
 
 
+def test_a_step_that_finds_the_device_idle_is_begun_when_submit_returns():
+    device = Device()
+    executor = DeviceExecutor(lambda: device)
+    step = executor.submit(StepPlan(step=1, opened=[OPENED], work=[Chunk(0, 0, 3, True)]))
+    assert device.begun.acquire(blocking=False)
+    device.done.set()
+    for number in (2, 3):
+        step.result()
+        step = executor.submit(StepPlan(step=number, work=[Continue(0)]))
+        assert device.begun.acquire(blocking=False)
+    executor.close()
+
+
 def test_what_fails_at_the_beginning_or_at_the_end_is_raised_by_the_result():
     for behaviour, message in (('{"fail_at": 1}', "a planted bug"), ('{"lost_at": 1}', "the device lost it")):
         device = Device(behaviour)
