@@ -172,7 +172,7 @@ def route(
         choose_rows[(tokens,)](
             logits, bias, scale, choice, weights, gammas, route_scale, tokens * every, *logits.stride()[-2:],
             parts, experts, shared, top_k, sink, *blocks, on,
-            num_warps=2, **pdl.launch(on),
+            num_warps=2 if tokens <= FEW else 1, **pdl.launch(on),  # one: 17.6 us for 8,192 tokens, two 27.2
         )  # fmt: skip
     return Routed(choice, weights, gammas)
 
