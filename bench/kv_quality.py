@@ -47,8 +47,10 @@ FP8 = torch.float8_e4m3fn
 class Tapped:
     """A model whose hidden states of some positions are kept; `watched` is entered while it runs."""
 
-    def __init__(self, model: Model, wanted: list[range], watched: AbstractContextManager[object]) -> None:
-        self.inner, self.wanted, self.watched = model, wanted, watched
+    watched: AbstractContextManager[object] = nullcontext()
+
+    def __init__(self, model: Model, wanted: list[range]) -> None:
+        self.inner, self.wanted = model, wanted
         self.family, self.vocab_size = model.family, model.vocab_size
         self.max_length, self.states = model.max_length, model.states
         self.head, self.slots, self.unpack = model.head, model.slots, model.unpack
@@ -69,7 +71,7 @@ def calm(model: Inkling | Inkling2, layers: int) -> None:
     """Make what layers add to the stream small beside it, as networks are initialised: 1 / sqrt(2 * layers).
 
     With outputs as large as the stream, a random network makes much of any difference, again and again. Where sizes are
-    normed away, mixtures lean to the embedding instead: about half of each is not of layers.
+    normed away, mixtures lean to the embedding instead: more than half of each is not of layers.
     """
     slots = model.slots()
     for name, slot in slots.items():
@@ -81,7 +83,7 @@ def calm(model: Inkling | Inkling2, layers: int) -> None:
         embedding.add_(common).mul_(0.5**0.5)
         for name, slot in slots.items():
             if name.endswith("query"):
-                slot.target.copy_(common * (2 / len(common)) ** 0.5)  # scores 1 with the embedding
+                slot.target.copy_(common * (8 / len(common)) ** 0.5)  # scores 2 with the embedding, 0 with all else
 
 
 def sharpen(model: Inkling, spread: float) -> None:
@@ -127,8 +129,9 @@ def run(
         cache=CacheConfig(prefix=False, memory_bytes=memory),
         sched=SchedConfig(rows=1, step_tokens=chunk, chunk=chunk),
     )
-    tapped = Tapped(model, wanted, watched or nullcontext())
+    tapped = Tapped(model, wanted)
     with engine_of(config, tapped, device) as engine:
+        tapped.watched = watched or nullcontext()  # after rehearsals, in which nothing has a meaning
         generate(engine, [tokens], 1, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None))
     with torch.inference_mode():
         return [model.head(torch.stack([tapped.kept[position] for position in each])) for each in wanted]
@@ -156,7 +159,7 @@ class Largest:
         for name, x in zip("kv", made[1:3], strict=True):
             largest = x.abs().float().amax((0, 2))
             key = f"layers.{layer}.attention.{name}_scale"
-            self.found[key] = torch.fmax(largest, self.found.get(key, largest))  # NaN: a rehearsal on an empty cache
+            self.found[key] = torch.maximum(largest, self.found.get(key, largest))
         return made
 
 
