@@ -67,6 +67,7 @@ def serve_core(build: Callable[[EngineConfig, Port], tuple[Core, EngineInfo]]) -
     signal.signal(signal.SIGTERM, terminate)
     gc.collect()
     gc.freeze()  # the model and its modules: a full collection over them would stop every row
+    gc.enable()
     port.send(Ready(info))
     try:
         core.run()

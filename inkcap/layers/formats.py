@@ -71,7 +71,7 @@ def room_for_codes(shape: tuple[int, ...], held: Tensor | None, device: torch.de
 class Matrices(Protocol):
     """The matrices of all experts of a layer, [experts, rows, columns]."""
 
-    weights: Weights | None  # what ops multiply; None until `unpack`
+    weights: Weights | None  # what ops multiply; on a CPU None until `unpack` where they are stored in codes
     rounding: Rounding | None  # of what is multiplied with them in reference numerics; None: it stays as it is
 
     def slots(self, name: str) -> dict[str, Slot]:
@@ -124,7 +124,10 @@ class Nvfp4Matrices:
         self.scales = torch.empty(*rows, columns // NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=device)
         self.amax = torch.empty(grid.experts, dtype=torch.float32, device=device)
         self.denominator = torch.empty((), dtype=torch.float32, device=device)
+        self.factors = torch.empty(grid.experts, dtype=torch.float32, device=device)
         self.weights: Weights | None = None
+        if self.held is None:
+            self.weights = Coded(self.codes, self.scales, self.factors, dtype)
         self.rounding: Rounding | None = None
 
     def slots(self, name: str) -> dict[str, Slot]:
@@ -147,10 +150,9 @@ class Nvfp4Matrices:
     def unpack(self) -> None:
         """On a GPU the codes stay, and kernels decode them; elsewhere decode to the model's dtype."""
         self.rounding = self.rounds()
-        if self.held is None:
-            self.weights = Coded(self.codes, self.scales, self.factor(), self.dtype)
-        else:
-            self.weights = nvfp4_decode(self.codes, self.scales, self.factor(), self.dtype, self.held)
+        self.factors.copy_(self.factor())
+        if self.held is not None:
+            self.weights = nvfp4_decode(self.codes, self.scales, self.factors, self.dtype, self.held)
         del self.codes, self.scales
 
 
@@ -194,7 +196,7 @@ class Mxfp8Matrices:
         self.held = None if keeps_codes(device) else torch.empty(*rows, columns, dtype=dtype, device=device)
         self.codes = room_for_codes((*rows, columns), self.held, device).view(torch.float8_e4m3fn)
         self.scales = torch.empty(*rows, columns // MXFP8_BLOCK, dtype=torch.uint8, device=device)
-        self.weights: Weights | None = None
+        self.weights: Weights | None = None if self.held is not None else Coded(self.codes, self.scales, None, dtype)
         self.rounding: Rounding | None = Rounding(MXFP8_BLOCK)
 
     def slots(self, name: str) -> dict[str, Slot]:
@@ -206,9 +208,7 @@ class Mxfp8Matrices:
 
     def unpack(self) -> None:
         """As NVFP4."""
-        if self.held is None:
-            self.weights = Coded(self.codes, self.scales, None, self.dtype)
-        else:
+        if self.held is not None:
             self.weights = mxfp8_decode(self.codes, self.scales, self.dtype, self.held)
         del self.codes, self.scales
 

@@ -21,7 +21,7 @@ from inkcap.models.inkling2.model import Inkling2
 from inkcap.models.inkling2.weights import TABLES as INKLING2_TABLES
 from inkcap.parallel.comm import Comm
 from inkcap.weights.headers import Headers
-from inkcap.weights.load import check, load, readers
+from inkcap.weights.load import Loaded, check, load, readers
 from inkcap.weights.reader import Checkpoint
 from inkcap.weights.rules import Table
 from inkcap.weights.scales import check_scales
@@ -58,7 +58,7 @@ def build(
     return MODELS[entry.family][0](config, comm, dtype, device, stored, kv_dtype)
 
 
-def load_model(
+def open_model(
     directory: Path,
     *,
     comm: Comm,
@@ -67,13 +67,12 @@ def load_model(
     progress: bool = True,
     numerics: Numerics = Numerics.W4A16,
     kv_dtype: torch.dtype | None = None,
-    meanwhile: Callable[[], object] | None = None,
-) -> Model:
-    """Build the model that `directory` (see base.checkpoint.find_checkpoint) holds, and load this rank's part of it.
+) -> tuple[Model, Callable[[], Loaded]]:
+    """Build the model that `directory` (see base.checkpoint.find_checkpoint) holds. Also gives what reads this rank's
+    part of it, from any thread; `unpack` comes behind that.
 
-    Names, shapes and scales are checked before anything large is allocated. `meanwhile` is called once nothing is left
-    but to read, which leaves the interpreter to others. Raises CheckpointUnreadable,
-    CheckpointMismatch, and ConfigInvalid when the ranks cannot share the model evenly.
+    Names, shapes and scales are checked before anything large is allocated. Both raise CheckpointUnreadable, the first
+    also CheckpointMismatch, and ConfigInvalid when the ranks cannot share the model evenly.
     """
     declared = read_config(directory)
     entry = find_entry(declared)
@@ -87,9 +86,24 @@ def load_model(
         for _ in pool.map(partial(check_scales, checkpoint), names, forms):
             pass
     model = build(entry, config, comm, dtype, device, stored, kv_dtype)
-    if meanwhile is not None:
-        meanwhile()
-    load(checkpoint, model.slots(), tables, progress=progress)
+    return model, partial(load, checkpoint, model.slots(), tables, progress=progress)
+
+
+def load_model(
+    directory: Path,
+    *,
+    comm: Comm,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = True,
+    numerics: Numerics = Numerics.W4A16,
+    kv_dtype: torch.dtype | None = None,
+) -> Model:
+    """As `open_model`, with everything read."""
+    model, read = open_model(
+        directory, comm=comm, dtype=dtype, device=device, progress=progress, numerics=numerics, kv_dtype=kv_dtype
+    )
+    read()
     model.unpack()
     return model
 

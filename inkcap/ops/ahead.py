@@ -18,10 +18,17 @@ import torch
 from torch import Tensor
 
 if find_spec("triton") is not None:
+    from triton.runtime.cache import triton_key
     from triton.runtime.jit import JITFunction
 else:
-    JITFunction = None
+    triton_key = JITFunction = None
 MADE_BY = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+
+
+def know_compiler() -> None:
+    """Have Triton read itself, by which it knows what it compiled before: once a process, or each thread would."""
+    if triton_key is not None:
+        triton_key()
 
 
 def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -93,8 +93,12 @@ class DeviceRecorder:
     def capture(self, work: Callable[[], None], *, known: bool = False) -> Replays:
         """Capture `work`, which does not run."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            work()
+        with torch.cuda.stream(self.stream):  # torch.cuda.graph would give the allocator's memory back each time
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph
 
     @property

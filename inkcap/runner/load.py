@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,9 @@ from inkcap.base.formats import Numerics
 from inkcap.base.log import logger
 from inkcap.base.matching import Compiler
 from inkcap.base.sampling import token_rules
-from inkcap.models.registry import load_model
+from inkcap.models.base import Model
+from inkcap.models.registry import open_model
+from inkcap.ops.ahead import know_compiler
 from inkcap.parallel.comm import Comm
 from inkcap.runner.worker import Worker
 from inkcap.weights.kv_scales import read_kv_scales
@@ -88,12 +90,12 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
     dtype = dtype_for(config, device)
     numerics = Numerics(config.model.numerics)
     kv_dtype = kv_dtype_for(config, dtype)
-    compilers: list[Future[Compiler | None]] = []  # one, which takes two seconds of the interpreter
-    with ThreadPoolExecutor(2) as beside:
+    with ThreadPoolExecutor(3) as beside:
         if device.type == "cuda":
             beside.submit(torch.empty, 1, device=device)  # the first use of a device takes a while
+            beside.submit(know_compiler)
         with told_what_fits(directory, comm, device):
-            model = load_model(
+            model, read = open_model(
                 directory,
                 comm=comm,
                 dtype=dtype,
@@ -101,17 +103,36 @@ def load_worker(config: EngineConfig, comm: Comm, *, progress: bool = True) -> W
                 progress=progress,
                 numerics=numerics,
                 kv_dtype=kv_dtype,
-                meanwhile=lambda: compilers.append(beside.submit(compiler_for, directory)),
             )
-    if kv_dtype is not None:
-        origin = "made of the weights, so that none can saturate"
-        if config.cache.scales is not None:
-            count = read_kv_scales(Path(config.cache.scales), model.code_slots())
-            origin = f"{count} of {len(model.code_slots())} from {config.cache.scales}; numbers beyond them saturate"
-        if progress:
-            logger.info("keys and values are cached as E4M3, with a power of two a head: %s", origin)
-    rules = token_rules(model.vocab_size, read_eos_ids(directory))
-    return Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compilers[0].result())
+        reading = beside.submit(read)
+        compiler = beside.submit(compiler_for, directory)
+
+        def finish() -> None:
+            reading.result()
+            model.unpack()
+            if kv_dtype is not None:
+                choose_code_scales(config, model, progress)
+
+        # A GPU's steps are prepared meanwhile: that needs no weights, but where steps have numbers of them built in.
+        # What a CPU has left for the cache is known only behind it.
+        early = device.type == "cuda" and numerics is not Numerics.REFERENCE
+        if not early:
+            finish()
+        rules = token_rules(model.vocab_size, read_eos_ids(directory))
+        worker = Worker(config, model, comm, device=device, dtype=dtype, rules=rules, compiler=compiler.result())
+        if early:
+            finish()
+    return worker
+
+
+def choose_code_scales(config: EngineConfig, model: Model, progress: bool) -> None:
+    """Take the scales of cached codes that the configuration names, where it does, and say where they are from."""
+    origin = "made of the weights, so that none can saturate"
+    if config.cache.scales is not None:
+        count = read_kv_scales(Path(config.cache.scales), model.code_slots())
+        origin = f"{count} of {len(model.code_slots())} from {config.cache.scales}; numbers beyond them saturate"
+    if progress:
+        logger.info("keys and values are cached as E4M3, with a power of two a head: %s", origin)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from inkcap.base.errors import NotEnoughMemory
 from inkcap.base.log import logger
 from inkcap.cache.plan import Load, MemoryPlan, groups_of, plan_memory
 from inkcap.models.base import Model
+from inkcap.ops.ahead import compiled_ahead
 from inkcap.parallel.comm import Comm
 from inkcap.runner.trial import batch_of
 
@@ -85,9 +86,8 @@ def gpu_rest(allowed: int, total: int, free: int, step_bytes: int) -> int:
 
 @torch.inference_mode()
 def measure_step(config: EngineConfig, model: Model, device: torch.device) -> int:
-    """Run a step as large as any on a GPU, with a cache of its own, and return the bytes it took.
-
-    It stores nothing: its tokens have no blocks. What it compiles is compiled before the first request.
+    """Bytes that a step as large as any takes on a GPU: run with a cache of its own, but for our kernels, which are
+    compiled and not launched. They allocate nothing, and weights need not be there yet.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -97,9 +97,9 @@ def measure_step(config: EngineConfig, model: Model, device: torch.device) -> in
     spans = tuple((a, b, row, 0) for row, (a, b) in enumerate(pairwise(edges)))
     batch = batch_of(model, spans, min(most, config.sched.rows), device)
     own = torch.cuda.memory_allocated(device) - before
-    logits = model.head(model.forward(batch)[batch.sampled])
-    logits.clone().log_softmax(1)  # log-probabilities, for which all rows may ask
-    torch.cuda.synchronize(device)
+    with compiled_ahead(device):
+        logits = model.head(model.forward(batch)[batch.sampled])
+        logits.clone().log_softmax(1)  # log-probabilities, for which all rows may ask
     peak = torch.cuda.max_memory_allocated(device) - before - own
     del batch, logits
     torch.cuda.empty_cache()

@@ -63,8 +63,8 @@ def batch_of(
 
 def spans_of_kinds(rows: int, step_tokens: int, longest: int) -> Iterator[Spans]:
     """Steps of all kinds for up to `rows` sequences of up to `longest` tokens: one prompt, a prompt beside a row that
-    decodes, many prompts."""
-    for tokens in sorted({min(step_tokens, count) for count in TOKENS}):
+    decodes, many prompts; at the start of rows, which only steps of few tokens tell apart, and behind much."""
+    for number, tokens in enumerate(sorted({min(step_tokens, count) for count in TOKENS})):
         if tokens <= longest:
             yield ((0, tokens, 0, 0),)
         tokens = tokens - 1 or 1  # a number that 16 does not divide compiles other kernels
@@ -73,7 +73,7 @@ def spans_of_kinds(rows: int, step_tokens: int, longest: int) -> Iterator[Spans]
         for edges in [0, tokens], [0, tokens - 1, tokens], even:
             if len(edges) - 1 > some or max(b - a for a, b in pairwise(edges)) > longest:
                 continue
-            for reach in (0, min(LONG, longest)):
+            for reach in (0, min(LONG, longest)) if number == 0 else (min(LONG, longest),):
                 yield tuple((a, b, row, max(0, reach - b + a)) for row, (a, b) in enumerate(pairwise(edges)))
 
 

@@ -114,8 +114,6 @@ class Worker:
         if gpu:
             torch.cuda.set_device(self.device)
             logger.info("preparing steps; kernels that Triton's cache lacks are compiled, which takes a minute once")
-            with compiled_ahead(self.device):
-                measure_step(config, model, self.device)
         step_bytes = measure_step(config, model, self.device) if gpu else 0
         # groups, blocks and limits
         self.memory = plan_for(config, model, budget(config, comm, self.device, step_bytes))

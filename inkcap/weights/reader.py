@@ -16,7 +16,7 @@ from inkcap.base.errors import CheckpointUnreadable
 from inkcap.weights.headers import Headers
 
 BOUNCE_BYTES = 1 << 20  # of a tensor that changes its dtype or strides, at a time: stays in a core's cache
-PINNED_BYTES = 8 << 20  # of one that goes to a GPU: each copy waits for the interpreter's lock, which others hold
+PINNED_BYTES = 32 << 20  # of one that goes to a GPU: each copy waits for the interpreter's lock, which others hold
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -78,12 +78,13 @@ def _fill(
         _read_exactly(file, at, target)
         return
     matrices = len(shape) > 2 and (not whole or (alike and target[0].is_contiguous()))
-    if len(shape) > 1 and (entry > BOUNCE_BYTES or matrices):
+    pinned = target.device.type == "cuda"
+    most = PINNED_BYTES if pinned else BOUNCE_BYTES
+    if len(shape) > 1 and (entry > most or matrices):
         for row, inner in enumerate(target):
             _fill(file, at + row * entry, shape[1:], part[1:], dtype, inner)
         return
-    step = min(len(target), max(1, BOUNCE_BYTES // entry))
-    pinned = target.device.type == "cuda"
+    step = min(len(target), max(1, most // entry))
     # for a GPU it is locked, so that it can copy out of it; a thread begins with the first GPU, which may be another's
     with torch.cuda.device(target.device) if pinned else nullcontext():
         bounce = torch.empty(step * entry, dtype=torch.uint8, pin_memory=pinned)

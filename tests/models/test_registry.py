@@ -8,10 +8,11 @@ import torch
 from checkpoints import experts_of, rewrite
 
 from inkcap.base.errors import CheckpointMismatch, CheckpointUnreadable
+from inkcap.layers import formats
 from inkcap.models.inkling import demo as first
 from inkcap.models.inkling2 import demo as second
 from inkcap.models.quantize import Settings, quantize
-from inkcap.models.registry import load_model
+from inkcap.models.registry import load_model, open_model
 from inkcap.parallel.comm import Comm
 from inkcap.weights import scales
 from inkcap.weights.headers import INDEX
@@ -149,6 +150,23 @@ def test_an_expert_of_zeros_is_no_error(packed, tmp_path):
 
     model = load(rewrite(packed / "2", tmp_path / "zero", change))
     assert not experts_of(model.layers[1]).routed.w2()[2].any()
+
+
+@pytest.mark.parametrize("generation", ["1", "2"])
+def test_codes_that_stay_are_what_steps_multiply_before_they_are_read(generation, packed, monkeypatch):
+    def weights(model):
+        parts = [experts_of(layer).routed for layer in model.layers[1:] if hasattr(experts_of(layer), "routed")]
+        return [matrices.weights for part in parts for matrices in (part.up, part.down)]
+
+    decoded = weights(load(packed / generation))
+    monkeypatch.setattr(formats, "keeps_codes", lambda device: True)  # as on a GPU, where steps are captured meanwhile
+    model, read = open_model(packed / generation, comm=Comm.alone(), dtype=torch.float32, device=CPU, progress=False)
+    built = weights(model)
+    read()
+    model.unpack()
+    for now, then, whole in zip(weights(model), built, decoded, strict=True):
+        assert now is then
+        assert all(torch.equal(now[expert], whole[expert]) for expert in range(len(whole)))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from inkcap.ops.ahead import compiled_ahead
 
 utils = SimpleNamespace(
     get_device_properties=lambda device: {"max_shared_mem": 200_000},
-    load_binary=lambda *args: print("loaded", args[0]) or (1, 1, 32, 0, 1024),
+    load_binary=lambda *args: print(f"loaded {args[0]}\\n", end="") or (1, 1, 32, 0, 1024),  # whole, from any thread
 )
 driver.set_active(SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, utils=utils,

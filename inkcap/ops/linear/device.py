@@ -4,12 +4,15 @@ A program owns a few rows of the matrix and multiplies them in fp32 on the CUDA 
 loads in flight stream weights faster than few large ones. K is cut into at most four chunks, see `chunks`.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 
 MOST = 2048  # elements of a row in one chunk
 
 
+@functools.cache  # of few sizes, and a step asks more than a hundred times
 def chunks(size: int) -> tuple[int, int]:
     """(length of a chunk, number of chunks) for rows of `size`; (0, 0) when they are too long for this way.
 
