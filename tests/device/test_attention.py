@@ -242,6 +242,19 @@ def test_random_batches(geometry, coded):
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("geometry", ["full", "window"])
+def test_prompts(geometry, coded):
+    """In tiles, with a single token beside them. For a sanitizer, under which the longer ones take a minute each."""
+    random.seed(1)
+    cache = Cache(GEOMETRIES[geometry][1], 80, 4, layers=2, coded=coded)
+    firsts, counts, rows = [1090, 0, 65], [130, 70, 1], [1, 2, 3]
+    for row, first, count in zip(rows, firsts, counts, strict=True):
+        cache.fill(row, first, low_of(geometry, first), count)
+    inputs = scene(cache, geometry, firsts, counts, rows)
+    check(cache, attention_triton(*inputs), inputs, firsts, counts, rows, 4)
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["bf16", "fp8"])
 def test_sinks_and_gate(coded):
     cache = Cache(2, 200, 4, layers=2, coded=coded)
     firsts, counts, rows = [600, 0, 77], [1, 1, 1], [1, 2, 3]

@@ -12,6 +12,8 @@ from toy import run
 
 import inkcap.ops  # noqa: F401  declares the implementations
 from inkcap.ops.dispatch import OPS, bind
+from inkcap.ops.linear.few import in_parts, sum_parts
+from inkcap.ops.linear.fixed import FEW, in_tiles
 
 pytestmark = pytest.mark.gpu
 CUTS = [0, 1, 6, 22, 39, 103, 168, 300]  # of 300 tokens: as many programs' shapes as there are
@@ -41,6 +43,18 @@ def test_tokens_of_one_op(name, bits):
         for place, tensor in enumerate(whole):
             assert tensor.isfinite().all()
             assert torch.equal(torch.cat([part[place] for part in parts]), tensor)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1664, 6144), (2304, 1152), (258, 2304)])
+def test_products_in_parts_and_in_tiles(rows, length):
+    """All tiles, since how large a matrix is decides which of them a model takes."""
+    x, w = (torch.randn(n, length, dtype=torch.bfloat16, device=GPU) for n in (CUTS[-1], rows))
+    whole = in_tiles(x, w, torch.float32)
+    torch.testing.assert_close(whole, x.float() @ w.float().t(), rtol=1e-3, atol=1e-3 * length**0.5)
+    for count in (1, 16, 17, 64, 65):
+        assert torch.equal(in_tiles(x[:count], w, torch.float32), whole[:count])
+        if count <= FEW:
+            assert torch.equal(sum_parts(in_parts(x[:count], w), torch.float32), whole[:count])
 
 
 @pytest.mark.parametrize("module", [test_engine, test_engine2], ids=["plain", "loop"])

@@ -49,18 +49,29 @@ def compared(x, w, route, *, paired, caps=None):
     return out
 
 
+def used(counts, bits, rows, length):
+    """x, weights of that many bits, and a routing in which experts have `counts` uses."""
+    choice = torch.repeat_interleave(torch.arange(len(counts), device=GPU), torch.tensor(counts, device=GPU))
+    route = Routed(choice[torch.randperm(len(choice), device=GPU)][:, None], *(torch.ones(1, device=GPU),) * 2)
+    w = normal(len(counts), rows, length, device=GPU, scale=length**-0.5)
+    w = coded(bits, len(counts), rows, length, GPU, torch.bfloat16) if bits < 16 else w
+    return normal(len(choice), length, device=GPU), w, route
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_few_tiles(bits):
+    """For a sanitizer, under which all others take minutes."""
+    compared(*used([1, 0, 70], bits, 256, 128), paired=False)
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("caps", [None, Caps(3.0, 2.0)])
 def test_any_number_of_uses_of_an_expert(bits, caps):
-    choice = torch.repeat_interleave(torch.arange(len(COUNTS), device=GPU), torch.tensor(COUNTS, device=GPU))
-    route = Routed(choice[torch.randperm(len(choice), device=GPU)][:, None], *(torch.ones(1, device=GPU),) * 2)
     for rows, length in ((384, 640), (256, 128)):
-        w = normal(len(COUNTS), rows, length, device=GPU, scale=length**-0.5)
-        w = coded(bits, len(COUNTS), rows, length, GPU, torch.bfloat16) if bits < 16 else w
-        x = normal(len(choice), length, device=GPU)
-        compared(x, w, route, paired=True, caps=caps)
+        case = used(COUNTS, bits, rows, length)
+        compared(*case, paired=True, caps=caps)
         if caps is None:
-            compared(x, w, route, paired=False)
+            compared(*case, paired=False)
 
 
 @pytest.mark.parametrize("bits", [4, 16])
