@@ -12,16 +12,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 if find_spec("triton") is not None:
+    from triton.runtime import build
     from triton.runtime.cache import triton_key
     from triton.runtime.jit import JITFunction
 else:
-    triton_key = JITFunction = None
+    build = triton_key = JITFunction = None
 MADE_BY = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
 
 
@@ -42,43 +45,85 @@ def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def compiled_ahead(device: torch.device, kernels: Any = JITFunction) -> Iterator[None]:
+def one_module_at_a_time(triton: Any = build) -> Iterator[None]:
+    """Inside, several threads may load what launches kernels. These modules all have one name, and to whoever loads a
+    file again CPython gives the module of that name, whichever was loaded last, changed to be this one."""
+    plain, lock = triton._load_module_from_path, Lock()
+
+    def load(name: str, path: str) -> SimpleNamespace:
+        with lock:
+            return SimpleNamespace(**vars(plain(name, path)))
+
+    triton._load_module_from_path = load
+    try:
+        yield
+    finally:
+        triton._load_module_from_path = plain
+
+
+class Absent:
+    """Stands for a kernel that is being compiled: its launches are not made, but noted."""
+
+    function = packed_metadata = None
+
+    def __init__(self, missed: list[object]) -> None:
+        self.missed = missed
+
+    def launch_metadata(self, *_: object) -> None:
+        return None
+
+    def run(self, *_: object) -> None:
+        self.missed.append(self)
+
+
+@contextmanager
+def compiled_ahead(device: torch.device, kernels: Any = JITFunction, *, launch: bool = False) -> Iterator[list[object]]:
     """Inside, kernels that are called are compiled and not launched; at the end all of them are ready to be.
 
-    Everything else runs, so only the shapes of what comes out mean anything. Raises what compiling raises.
+    Everything else runs, so only the shapes of what comes out mean anything. Raises what compiling raises. With
+    `launch` those that are ready are launched, and the list gets longer with each launch that is not made.
     """
+    missed: list[object] = []
     if kernels is None:
-        yield
+        yield missed
         return
-    launch, compile_now = kernels.run, kernels._do_compile
+    run, compile_now = kernels.run, kernels._do_compile
     makers = [getattr(owner, name) for owner, name in MADE_BY]
-    waiting: list[tuple[dict[object, object], object, Future[Any]]] = []
+    waiting: list[Future[None]] = []
 
     def only_compile(self, *args, grid, warmup, **kwargs):
-        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     def compile_soon(self, key, signature, place, constants, options, attributes, warmup):
         cache, _, target, _, _ = self.device_caches[place]
         source = self.ASTSource(self, signature, constants, attributes)
-        cache[key] = made = pool.submit(self.compile, source, target=target, options=options.__dict__)
-        waiting.append((cache, key, made))
-        return made
+
+        def make() -> None:
+            try:
+                made = self.compile(source, target=target, options=options.__dict__)
+                _ = made.run  # asked for, it is brought to the device, and what launches it is compiled
+                cache[key] = made
+            except BaseException:
+                del cache[key]
+                raise
+
+        cache[key] = absent = Absent(missed)
+        waiting.append(pool.submit(make))
+        return absent
 
     # a thread begins with the first GPU, where this rank may have no part
     begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin) as pool:
-        kernels.run, kernels._do_compile = only_compile, compile_soon
-        for (owner, name), make in zip(MADE_BY, makers, strict=True):
-            setattr(owner, name, zeroed(make))
+    with one_module_at_a_time(), ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=begin) as pool:
+        kernels._do_compile = compile_soon
+        if not launch:
+            kernels.run = only_compile
+            for (owner, name), make in zip(MADE_BY, makers, strict=True):
+                setattr(owner, name, zeroed(make))
         try:
-            yield
+            yield missed
         finally:
-            kernels.run, kernels._do_compile = launch, compile_now
+            kernels.run, kernels._do_compile = run, compile_now
             for (owner, name), make in zip(MADE_BY, makers, strict=True):
                 setattr(owner, name, make)
-            for cache, key, _ in waiting:
-                del cache[key]
-        for cache, key, made in waiting:
-            cache[key] = made.result()
-        # bring them to the device, and compile what launches them
-        list(pool.map(lambda found: found[0][found[1]].run, waiting))
+        for made in waiting:
+            made.result()

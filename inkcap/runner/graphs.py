@@ -12,7 +12,7 @@ Graphs are keyed by T and, for the forward, by a bound on the rows' lengths: ker
 beyond R name the table's spare row, which has one token and no blocks, so they store nothing and nobody reads them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -57,48 +57,41 @@ class Replays(Protocol):
 
 
 class Recorder(Protocol):
-    """Takes work, one piece after another; `known`: work made of pieces that came before."""
+    """Takes work, one piece after another; `earlier`: what it made of the same piece before, if it did."""
 
-    def capture(self, work: Callable[[], None], *, known: bool = False) -> Replays: ...
-
-
-class Rehearsal:
-    """Runs work once before it is captured, for what is compiled or allocated then, on the stream that captures."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-
-    def capture(self, work: Callable[[], None], *, known: bool = False) -> Replays:
-        """Run `work` unless it is `known`, behind what the current stream was given; nothing is captured."""
-        if not known:
-            current = torch.cuda.current_stream()
-            self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                work()
-            current.wait_stream(self.stream)
-        return self
-
-    def replay(self) -> None:
-        raise AssertionError("what was rehearsed was not captured")
+    def capture(self, work: Callable[[], None], earlier: Replays | None) -> Replays: ...
 
 
 class DeviceRecorder:
-    """Captures work that has run before. All graphs share a pool of memory, so they must run one after another."""
+    """Captures work, which does not run. All graphs share a pool of memory, so they must run one after another.
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.device, self.stream = device, stream
+    Work that called kernels which were not ready is captured again when it comes again.
+    """
+
+    def __init__(self, device: torch.device, missed: Sized) -> None:
+        """`missed` gets longer with each call of a kernel that is not ready."""
+        self.device, self.missed = device, missed
+        self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.free_bytes = torch.cuda.mem_get_info(device)[0]
+        self.lacking: set[Replays] = set()
+        with torch.cuda.stream(self.stream):  # a library allocates for each stream when it is used first
+            one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+            torch.mm(one, one)
 
-    def capture(self, work: Callable[[], None], *, known: bool = False) -> Replays:
-        """Capture `work`, which does not run."""
-        graph = torch.cuda.CUDAGraph()
+    def capture(self, work: Callable[[], None], earlier: Replays | None) -> Replays:
+        """Capture `work`, unless `earlier` lacks nothing."""
+        if earlier is not None and earlier not in self.lacking:
+            return earlier
+        graph, missed = torch.cuda.CUDAGraph(), len(self.missed)
         with torch.cuda.stream(self.stream):  # torch.cuda.graph would give the allocator's memory back each time
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:
                 graph.capture_end()
+        if len(self.missed) > missed:
+            self.lacking.add(graph)
         return graph
 
     @property
@@ -145,15 +138,17 @@ class Graphs:
             return called_by_reference(partial(self._forward, 1, self.bounds[0]))
 
     def capture(self, recorder: Recorder) -> None:
-        """Capture all sizes up to the table's rows, and all bounds; takes seconds."""
+        """Capture all sizes up to the table's rows, and all bounds; takes seconds. Again: what was not ready before."""
         with torch.inference_mode():
             # the largest first, so that the others find their memory in the pool
             for size in reversed(self.sizes):
                 for limited in (False, True):
-                    self.draws[size, limited] = recorder.capture(partial(self._draw, size, limited))
+                    kind = (size, limited)
+                    self.draws[kind] = recorder.capture(partial(self._draw, *kind), self.draws.get(kind))
                 for bound in reversed(self.bounds):
-                    self.forwards[size, bound] = recorder.capture(partial(self._show, size, bound))
-                    self.wholes[size, bound] = recorder.capture(partial(self._whole, size, bound), known=True)
+                    key = (size, bound)
+                    self.forwards[key] = recorder.capture(partial(self._show, *key), self.forwards.get(key))
+                    self.wholes[key] = recorder.capture(partial(self._whole, *key), self.wholes.get(key))
 
     def __len__(self) -> int:
         """Graphs captured."""

@@ -41,16 +41,15 @@ class MixedGraphs:
         self.forwards: dict[Key, Replays] = {}
 
     def capture(self, recorder: Recorder) -> None:
-        """Capture every kind of step; takes seconds."""
+        """Capture every kind of step; takes seconds. Again: what was not ready before."""
         with torch.inference_mode():
             for tokens in reversed(self.tokens):
                 for sequences in reversed(self.sequences):
                     if tokens <= sequences:
                         continue
                     for bound in reversed(self.bounds):
-                        self._pack([], sequences, tokens)
                         key = (sequences, tokens, bound)
-                        self.forwards[key] = recorder.capture(partial(self._forward, *key))
+                        self.forwards[key] = recorder.capture(partial(self._forward, *key), self.forwards.get(key))
 
     def __len__(self) -> int:
         """Graphs captured."""

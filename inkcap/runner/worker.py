@@ -21,7 +21,7 @@ from inkcap.ops.ahead import compiled_ahead
 from inkcap.ops.dispatch import bind
 from inkcap.parallel.comm import Comm
 from inkcap.runner.build import Step, build
-from inkcap.runner.graphs import DeviceRecorder, Graphs, Rehearsal
+from inkcap.runner.graphs import DeviceRecorder, Graphs
 from inkcap.runner.guides import Guides
 from inkcap.runner.memory import budget, measure_step, plan_for
 from inkcap.runner.mixed import MixedGraphs
@@ -198,25 +198,25 @@ class Worker:
         mixed = MixedGraphs(graphs)
         wanted = self.config.model
         kinds = [each for each, on in ((graphs, wanted.graphs), (mixed, wanted.graphs and wanted.mixed_graphs)) if on]
-        stream = torch.cuda.Stream(self.device)
         with compiled_ahead(self.device):
             if kinds and (missing := graphs.host_bound()):
                 logger.warning("steps are not captured: no kernel here for %s", ", ".join(missing))
                 kinds = []
-            for each in kinds:
-                each.capture(Rehearsal(stream))
             self._try_kinds()
         torch.cuda.synchronize(self.device)
-        recorder = DeviceRecorder(self.device, stream)
-        rehearsed = time.perf_counter()
-        for each in kinds:
+        tried = time.perf_counter()
+        with compiled_ahead(self.device, launch=True) as missed:
+            recorder = DeviceRecorder(self.device, missed)
+            for each in kinds:
+                each.capture(recorder)
+        for each in kinds:  # what called kernels that are only ready now
             each.capture(recorder)
         self.graphs, self.mixed = graphs if len(graphs) else None, mixed if len(mixed) else None
         logger.info(
-            "%d graphs of steps of up to %d rows, %d with up to %d tokens of prompts too: %.1f s, after a rehearsal of "
-            "%.1f s, %.0f MiB",
+            "%d graphs of steps of up to %d rows, %d with up to %d tokens of prompts too: %.1f s, %d of them twice, "
+            "%.0f MiB; larger steps %.1f s",
             *(len(graphs), graphs.sizes[-1], len(mixed), max(mixed.tokens, default=0)),
-            *(time.perf_counter() - rehearsed, rehearsed - began, recorder.taken_bytes / 2**20),
+            *(time.perf_counter() - tried, len(recorder.lacking), recorder.taken_bytes / 2**20, tried - began),
         )
 
     @torch.inference_mode()

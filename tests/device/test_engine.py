@@ -135,10 +135,10 @@ class Uncaptured:
 
     taken_bytes = 0
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.device, self.stream = device, stream
+    def __init__(self, device: torch.device, missed: object) -> None:
+        self.lacking = ()
 
-    def capture(self, work: Callable[[], None], *, known: bool = False) -> SimpleNamespace:
+    def capture(self, work: Callable[[], None], earlier: object) -> SimpleNamespace:
         """What replays `work` by doing it."""
         return SimpleNamespace(replay=work)
 

@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime import build
 
-from inkcap.ops.ahead import compiled_ahead
+from inkcap.ops.ahead import compiled_ahead, one_module_at_a_time
 
 PROGRAM = """
 from types import SimpleNamespace
@@ -61,9 +65,8 @@ def test_calls_compile_and_do_not_launch(tmp_path):
     program.write_text(PROGRAM)
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    first, *loaded, again, later, last = done.stdout.splitlines()
-    assert first == "all called"
-    assert sorted(loaded) == ["loaded add"] * 2 + ["loaded double"] * 2
+    *ahead, again, later, last = done.stdout.splitlines()
+    assert sorted(ahead) == ["all called"] + ["loaded add"] * 2 + ["loaded double"] * 2
     assert (again, later, last) == ("launched 5", "loaded add", "launched 6")
 
 
@@ -81,7 +84,7 @@ class Kernel:
 
     ASTSource = staticmethod(lambda kernel, signature, constants, attributes: None)
 
-    def compile(self, source, target, options):
+    def compile(self, source, target, options) -> object:
         meet.wait(20)
         raise ValueError("no such instruction")
 
@@ -102,6 +105,47 @@ def test_two_compile_at_a_time_and_failures_are_raised(monkeypatch):
         call_twice()
     assert Kernel.run is run
     assert not Kernel.device_caches[0][0]
+
+
+def test_launches_of_kernels_that_are_not_ready_are_noted():
+    go, launched = threading.Event(), []
+
+    class Slow(Kernel):
+        device_caches = ({}, {}, "target", None, None), None
+
+        def run(self, *args, grid, warmup):
+            super().run(*args, grid=grid, warmup=warmup).run(*args)
+
+        def compile(self, source, target, options):
+            assert go.wait(20)
+            return SimpleNamespace(run=lambda *args: launched.append(args))
+
+    own = Slow()
+    with compiled_ahead(torch.device("cpu"), Slow, launch=True) as missed:
+        own.run(1, grid=(1,), warmup=False)
+        own.run(1, grid=(1,), warmup=False)
+        assert len(missed) == 2
+        go.set()
+    assert not launched
+    own.run(1, grid=(1,), warmup=False)
+    assert launched == [(1,)]
+    assert len(missed) == 2
+
+
+def test_modules_of_one_name_are_loaded_one_after_another(monkeypatch):
+    shared, both = SimpleNamespace(), threading.Barrier(2)
+
+    def load(name, path):  # as CPython does it with a file that it knows
+        shared.launch = path
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # for another thread, should there be one
+        return shared
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    with one_module_at_a_time(), ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(build._load_module_from_path, "launcher", path) for path in "ab"]
+    assert [each.result().launch for each in made] == ["a", "b"]
+    assert build._load_module_from_path is load
 
 
 def test_what_no_kernel_has_written_is_zero():
