@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from inkcap.ops.experts.fragments import layouts, slices, step_of, suits
+from inkcap.ops.experts.fragments import cut, layouts, step_of, suits
 from inkcap.ops.quantize.coded import Coded
 
 PROGRAM = """
@@ -68,7 +68,7 @@ fragments.down(
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_they_compile_for_a_hopper(bits):
-    """Products come from the tensor cores, and nothing of their operands goes through shared memory."""
+    """Products come from the tensor cores, and weights do not go through shared memory."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(bits)],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
@@ -98,7 +98,7 @@ def test_lanes_have_rows_and_the_columns_of_x_that_belong_to_them(warps, words, 
 
 
 def test_rows_are_cut_into_whole_steps():
-    assert [slices(words, 8) for words in (288, 576, 16, 7)] == [4, 8, 2, 0]
+    assert [cut(words, 8) for words in (288, 576, 16, 8, 7)] == [(4, 1), (4, 2), (2, 1), (1, 1), (0, 0)]
     assert [step_of(words) for words in (144, 72, 288, 7)] == [16, 8, 16, 0]
 
 

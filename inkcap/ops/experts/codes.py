@@ -8,14 +8,15 @@ with a power of two undoes that exactly. A block of columns under one scale is 1
 import triton
 import triton.language as tl
 
-# four bf16 pairs (k, k + 4) of a word of E2M1 codes, times a pair of scales; fma with -0 exists since Ampere, mul not
+# four bf16 pairs (k, k + 4) of a word of E2M1 codes, times a pair of scales; fma with -0 exists since Ampere, mul not.
+# A code times 2^6 + 2^12 has its number and, from the second term, its sign where bf16 wants them
 PAIRS_TIMES_SCALE = tl.constexpr("""{
 .reg .b32 a, b, z;
-mov.b32 z, 0x80008000;
-shl.b32 a, $4, 6; and.b32 a, a, 0x01C001C0; shl.b32 b, $4, 12; lop3.b32 a, a, b, z, 0xF8; fma.rn.bf16x2 $0, a, $5, z;
-shl.b32 a, $4, 2; and.b32 a, a, 0x01C001C0; shl.b32 b, $4, 8; lop3.b32 a, a, b, z, 0xF8; fma.rn.bf16x2 $1, a, $5, z;
-shr.u32 a, $4, 2; and.b32 a, a, 0x01C001C0; shl.b32 b, $4, 4; lop3.b32 a, a, b, z, 0xF8; fma.rn.bf16x2 $2, a, $5, z;
-shr.u32 a, $4, 6; and.b32 a, a, 0x01C001C0; lop3.b32 a, a, $4, z, 0xF8; fma.rn.bf16x2 $3, a, $5, z;
+mov.b32 z, 0x80008000; shr.u32 b, $4, 8;
+and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $0, a, $5, z;
+and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $1, a, $5, z;
+and.b32 a, b, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $2, a, $5, z;
+and.b32 a, b, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $3, a, $5, z;
 }""")
 # two bf16 pairs (k, k + 2) of a word of E4M3 codes, made whole by 2^120, times a pair of scales
 E4M3_PAIRS_TIMES_SCALE = tl.constexpr("""{

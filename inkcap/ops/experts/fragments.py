@@ -1,9 +1,10 @@
 """One token's routed experts in codes on tensor cores: words of codes go from memory to the lanes that multiply them.
 
-A tile of a program is 16 rows of weights. Its warps have slices of the columns (first half) or experts (second half),
-and slice i of x is column i of the other operand, so that of the product [16 rows of a warp, 8] one column is wanted.
-The order in which a word's codes are multiplied is that in which they fall out of it. Weights are exact in bf16: code
-times scale has six bits. Written in Gluon, which is compiled, not interpreted: CI compiles it, a device compares it.
+A warp's product has 16 rows. These are pieces of fewer rows of weights side by side, so that 128 bytes of a row are
+read at once (first half), or rows of two experts (second half). Piece or expert i of x is column i of the other
+operand: of the product [16, 8] one column is wanted. The order in which a word's codes are multiplied is that in which
+they fall out of it. Weights are exact in bf16: code times scale has six bits. Written in Gluon, which is compiled, not
+interpreted: CI compiles it, a device compares it.
 """
 
 import functools
@@ -13,17 +14,24 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from inkcap.ops import pdl
 from inkcap.ops.act.triton import gated
 from inkcap.ops.experts.coded_many import stored
 from inkcap.ops.experts.codes import E4M3_PAIRS_TIMES_SCALE, PAIRS_TIMES_SCALE, scale_of, unit
+from inkcap.ops.experts.ring import copy_rows, everybody
 from inkcap.ops.quantize.coded import Coded
 from inkcap.ops.sconv.triton import finish, older
 from inkcap.ops.values import Caps, Routed
 
 LANES = gl.constexpr(8)  # columns of the product
+# the byte of an E4M3 scale, whose bits moved into a bf16 are 2^-120 of it, to a pair of bf16, times 2^110
+SCALE_PAIR = gl.constexpr("""{
+.reg .b32 a, b, c, z;
+mov.b32 z, 0x80008000; mov.b32 b, 0x7B807B80; mov.b32 c, 0x76807680;
+mul.lo.u32 a, $1, 0x00100010; fma.rn.bf16x2 a, a, b, z; fma.rn.bf16x2 $0, a, c, z;
+}""")
 
 
 @gluon.jit
@@ -53,11 +61,13 @@ def multiplied(word, scale, x, acc, BITS: gl.constexpr, W: gl.constexpr):
     SCALED: gl.constexpr = 2 if BITS == 4 else 8  # words under one scale
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, W // 2)
     B: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, W // 2)
-    own = scale_of(scale, BITS)
     if BITS == 4:
-        own *= 1.298074214633707e33  # 2^110
-    bits = own.to(gl.int32, bitcast=True)  # a bf16: its low half is empty
-    both = bits | ((bits >> 16) & 0xFFFF)
+        both = gl.inline_asm_elementwise(
+            SCALE_PAIR, "=r,r", [scale.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        bits = scale_of(scale, BITS).to(gl.int32, bitcast=True)  # a bf16: its low half is empty
+        both = bits | ((bits >> 16) & 0xFFFF)
     word = gl.reshape(word, [M, W // SCALED, SCALED])
     both, word = gl.broadcast(gl.expand_dims(both, 2), word)
     if BITS == 4:
@@ -87,47 +97,55 @@ def wanted(acc, column):
 
 
 @gluon.jit
+def place_of(m, P: gl.constexpr, SPLIT: gl.constexpr):
+    """(row among a program's 16, piece of it) of row m of a first half's product."""
+    return m // (16 * SPLIT) * (16 // P) + m % 16 // P, m // 16 % SPLIT * P + m % P
+
+
+@gluon.jit
 def up_fragments(
     x, words, scales, factor, choice, act, gate_cap, up_cap,
     CAPPED: gl.constexpr, UNITS: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
-    WARPS: gl.constexpr, AHEAD: gl.constexpr, WORDS: gl.constexpr, X: gl.constexpr, SUMS: gl.constexpr,
+    P: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, WORDS: gl.constexpr, X: gl.constexpr, SUMS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Eight units of one expert. Triggers after its wait, so that the second half may read the choice early."""
+    """Eight units of one expert: P pieces of a row are in one warp, SPLIT warps share a row. Triggers after its wait,
+    so that the second half may read the choice early."""
     PER: gl.constexpr = 32 // BITS  # codes of a word
     SCALED: gl.constexpr = 2 if BITS == 4 else 8
-    SLICE: gl.constexpr = K // PER // WARPS  # words of a row in a warp
-    STEPS: gl.constexpr = SLICE // W
+    WARPS: gl.constexpr = P * SPLIT
+    STEPS: gl.constexpr = K // PER // (W * WARPS)
     pdl.wait(PDL)
     pdl.trigger(PDL)
     e = gl.load(choice + gl.program_id(1)).to(gl.int64)
     row = e * (2 * UNITS) + gl.program_id(0) * 16
-    m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, WORDS))
+    own, piece = place_of(gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, WORDS)), P, SPLIT)
     at = gl.arange(0, W, layout=gl.SliceLayout(0, WORDS))
-    wp = words + row * (K // PER) + (m % 16 * (K // PER) + m // 16 * SLICE)[:, None] + at[None, :]
+    wp = words + row * (K // PER) + (own * (K // PER) + piece * W)[:, None] + at[None, :]
     BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.reshape(wp, [16 * WARPS, W // SCALED, SCALED]).type.layout)
-    m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, BLOCKS))
+    own, piece = place_of(gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, BLOCKS)), P, SPLIT)
     at = gl.arange(0, W // SCALED, layout=gl.SliceLayout(0, BLOCKS))
     sp = scales + row * (K // PER // SCALED)
-    sp += (m % 16 * (K // PER // SCALED) + m // 16 * (SLICE // SCALED))[:, None] + at[None, :]
+    sp += (own * (K // PER // SCALED) + piece * (W // SCALED))[:, None] + at[None, :]
     n = gl.arange(0, LANES, layout=gl.SliceLayout(1, X))
     k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, X))
-    xp = x + (n % WARPS * (SLICE * PER))[:, None] + k[None, :]
+    xp = x + (n % WARPS * (W * PER))[:, None] + k[None, :]
     acc = gl.zeros([16 * WARPS, LANES], gl.float32, SUMS)
     held = ()
     for i in gl.static_range(AHEAD):
-        held += (fetch(wp, sp, i, BITS, W),)
+        held += (fetch(wp, sp, i * WARPS, BITS, W),)
     pdl.wait(PDL)  # for nothing: loads stay before it
     for i in gl.static_range(STEPS):
         if i + AHEAD < STEPS:
-            held += (fetch(wp, sp, i + AHEAD, BITS, W),)
-        own = gl.load(xp + i * (W * PER))
-        acc = multiplied(held[i][0], held[i][1], own, acc, BITS, W)
-    m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, SUMS))
-    APART: gl.constexpr = gl.BlockedLayout([WARPS, 2], [1, 32], [1, WARPS], [1, 0])
-    out = gl.sum(gl.convert_layout(gl.reshape(wanted(acc, m // 16), [WARPS, 16]), APART), 0) * unit(gl.bfloat16, BITS)
+            held += (fetch(wp, sp, (i + AHEAD) * WARPS, BITS, W),)
+        part = gl.load(xp + i * (W * PER * WARPS))
+        acc = multiplied(held[i][0], held[i][1], part, acc, BITS, W)
+    _, piece = place_of(gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, SUMS)), P, SPLIT)
+    out = gl.sum(gl.reshape(wanted(acc, piece), [P, SPLIT, 16 // P, P]), 3)
+    out = gl.reshape(gl.sum(out, 1), [16]) * unit(gl.bfloat16, BITS)
     if BITS == 4:
         out *= gl.load(factor + e)
+    out = gl.convert_layout(out, gl.BlockedLayout([2], [32], [WARPS], [0]))
     out = gated(out, gate_cap, up_cap, CAPPED, 16)
     to = gl.program_id(1) * UNITS + gl.program_id(0) * 8 + gl.arange(0, 8, layout=out.type.layout)
     gl.store(act + to, out.to(act.dtype.element_ty))
@@ -180,17 +198,25 @@ def down_fragments(
             )
             past += old.to(gl.float32) * gl.load(taps + c * tap_channel + i * tap_distance)
         own_tap = gl.load(taps + c * tap_channel + (TAPS - 1) * tap_distance)
+    rows_of_x = gl.allocate_shared_memory(
+        gl.bfloat16, [STEPS, LANES, W * PER], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
+    AT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // (W * PER), W * PER // 8], [WARPS, 1], [1, 0])
+    n = gl.arange(0, LANES, layout=gl.SliceLayout(1, AT))
+    k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, AT))
     pdl.wait(PDL)
-    n = gl.arange(0, LANES, layout=gl.SliceLayout(1, X))
-    k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, X))
     xp = act + (gl.minimum(n, TOP - 1) * K)[:, None] + k[None, :]
+    for i in gl.static_range(STEPS):
+        copy_rows(rows_of_x.index(i), xp + i * (W * PER))
+    async_copy.commit_group()
     times *= gl.load(weights + place, mask=place < TOP, other=0.0)
     acc = gl.zeros([16 * WARPS, LANES], gl.float32, SUMS)
+    async_copy.wait_group(0)
+    everybody()
     for i in gl.static_range(STEPS):
         if i + AHEAD < STEPS:
             held += (fetch(wp, sp, i + AHEAD, BITS, W),)
-        own = gl.load(xp + i * (W * PER))
-        acc = multiplied(held[i][0], held[i][1], own, acc, BITS, W)
+        acc = multiplied(held[i][0], held[i][1], rows_of_x.index(i).load(X), acc, BITS, W)
     out = gl.sum(gl.reshape(wanted(acc, place) * times, [PLACES, ROWS]), 0).to(act.dtype.element_ty)
     if CONVOLVED:
         out = finish(out, past, own_tap, conv_scale, plane, slot, c, mask, block_stride, token_stride, HELD)
@@ -220,15 +246,20 @@ def layouts(warps: int, words: int, per: int) -> tuple[gl.DistributedLinearLayou
     )
 
 
-# measured on an H200, see docs/kernels.md. First halves, by bits of a code: words of a step, steps whose loads are on
+# measured on an H200, see docs/kernels.md. First halves, by bits of a code: words of a piece, steps whose loads are on
 # their way before the first product, registers of a thread. Second halves, by words of a step: such steps, registers
 UP = {4: (8, 3, 80), 8: (16, 5, 255)}
 DOWN = {16: (9, 168), 8: (6, 96)}
 
 
-def slices(words: int, step: int) -> int:
-    """Warps that rows of so many words are divided among in whole steps; 0 where that is not possible."""
-    return next((warps for warps in (8, 4, 2, 1) if words % (warps * step) == 0), 0)
+MANY = 12  # most steps of a row in one warp, if more warps can share it
+
+
+def cut(words: int, piece: int) -> tuple[int, int]:
+    """(pieces of a row in a warp, warps that share a row) for rows of so many words; (0, 0) where no step is whole."""
+    pieces = next((number for number in (4, 2, 1) if words % (number * piece) == 0), 0)
+    split = next((n for n in (1, 2) if pieces and words <= MANY * n * pieces * piece), 2)
+    return pieces, split if pieces and words % (split * pieces * piece) == 0 else min(pieces, 1)
 
 
 def step_of(words: int) -> int:
@@ -246,18 +277,19 @@ def suits(x: Tensor, w: Coded, top_k: int) -> bool:
     """Whether fragments are made for one token x [1, ..] with so many experts, and w."""
     _, rows, length = w.shape
     words = length * w.bits // 32
-    cut = rows % 16 == 0 and min(slices(words, UP[w.bits][0]), step_of(words)) > 0
-    return cut and able(x.device) and x.dtype == w.dtype == torch.bfloat16 and top_k <= LANES.value
+    whole = rows % 16 == 0 and min(cut(words, UP[w.bits][0])[0], step_of(words)) > 0
+    return whole and able(x.device) and x.dtype == w.dtype == torch.bfloat16 and top_k <= LANES.value
 
 
 def up(x: Tensor, w: Coded, route: Routed, caps: Caps | None, out: Tensor) -> Tensor:
     """First half: x [1, C], normed; w [E, 2 I, C]. Activations go into out [1, K, I], which is returned."""
     _, rows, length = w.shape
     on, words, (step, ahead, registers) = pdl.supported(x.device), length * w.bits // 32, UP[w.bits]
-    warps = slices(words, step)
+    pieces, split = cut(words, step)
+    warps = pieces * split
     up_fragments[(triton.cdiv(rows, 16), route.choice.numel())](
         x, *stored(w), route.choice, out, 1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
-        caps is not None, rows // 2, w.bits, length, step, warps, min(ahead, words // warps // step),
+        caps is not None, rows // 2, w.bits, length, step, pieces, split, min(ahead, words // warps // step),
         *layouts(warps, step, 32 // w.bits), on,
         num_warps=warps, maxnreg=registers, **pdl.launch(on),
     )  # fmt: skip

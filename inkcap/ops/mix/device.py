@@ -1,8 +1,8 @@
 """The mixture of one token's sources by one query, in a program that holds whole rows.
 
 Blocks are finished long before they are mixed, so all sources but the last two, of which one may be a block just
-closed, are read before the dependency wait. A kernel that does so triggers after its wait: what it waited for is
-complete when anything behind it starts.
+closed, are read before the dependency wait: first halves of experts trigger after theirs, so whatever was written
+before the last of them is complete.
 """
 
 import triton

@@ -56,6 +56,7 @@ def states_kernel(
 ):  # fmt: skip
     """The mixture that a gate lets its message into, rows [1 or G, T, C], and BR states of one gate and token:
     states [G, T, R]. Every program makes the mixture for itself; the first of a gate leaves it."""
+    pdl.trigger(PDL)
     token = tl.program_id(1).to(tl.int64)
     gate = tl.program_id(2)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -68,7 +69,6 @@ def states_kernel(
     query = tl.load(queries + gate * next_query + at, mask=held, other=0.0)
     state, kept = begun(sources, query, token, at, held, mix_eps, C, EARLY)
     pdl.wait(PDL)
-    pdl.trigger(PDL)
     late = fetched(sources, token, at, held, C, EARLY)
     m = message(senders, share_of(shares, gate), token + at * 0, at, held, C)
     state, kept = ended(late, state, kept, query, mix_eps, C)
@@ -139,8 +139,8 @@ def apply_kernel(
     own_gain = tl.load(gain + w, mask=known, other=0.0)
     inside = (t < tokens)[:, None] & (c < C)[None, :]
     held = tl.minimum(t, tokens - 1)[:, None]
-    m = message(sources, share_of(shares, gate), held, c[None, :], inside, C)  # complete before the states began
     pdl.wait(PDL)
+    m = message(sources, share_of(shares, gate), held, c[None, :], inside, C)
     mask = (t < tokens)[:, None] & (r < R)[None, :]
     own_states = tl.load(states + (gate * tokens + t)[:, None] * R + r[None, :], mask=mask, other=0.0)
     y = gated(rows + gate * next_rows, m, own_states, own_forget, own_gain, held, c[None, :], inside, C, BT)

@@ -24,6 +24,7 @@ def mix_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes out [Q, T, C]: the mixture, RMS-normed where NORMED; with SHARES out [Q, T, S]: what it is made of."""
+    pdl.trigger(PDL)
     token = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -34,7 +35,6 @@ def mix_kernel(
     row = (number * tl.num_programs(0) + token) * (len(sources) if SHARES else C)
     state, kept = begun(sources, query, token, at, held, eps, C, EARLY)
     pdl.wait(PDL)
-    pdl.trigger(PDL)
     late = fetched(sources, token, at, held, C, EARLY)
     state, kept = ended(late, state, kept, query, eps, C)
     acc, total, top = state
