@@ -257,7 +257,7 @@ def few_kernel(
 
 FEW, LISTED = 16, 64  # tokens up to which tiles need no lists, and up to which codes are multiplied here
 NARROW = 8  # uses of a tile; 16 where more tokens than that need no lists
-LONG, DENSE_LONG = 4096, 2048  # columns of rows that are shorter than long ones
+LONG = 2048  # columns of rows of dense weights beyond which they are multiplied here
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,29 +273,22 @@ class Cut:
     warps: int
 
 
-# by bits of a code, 16 for dense weights, and whether rows are long; measured on an H200, see docs/kernels.md. Warps of
-# a program divide slices, of which short rows have one, so that more warps would repeat each other's work
-CUTS = {
-    (4, True): Cut(32, 4, 32, 64, 3, 4),
-    (4, False): Cut(16, 1, 32, 64, 3, 1),
-    (8, True): Cut(32, 4, 32, 64, 3, 4),
-    (8, False): Cut(16, 1, 32, 64, 3, 1),
-    (16, True): Cut(16, 4, 32, 128, 3, 4),
-    (16, False): Cut(32, 1, 32, 128, 3, 2),
-}
+# of codes and of dense weights, by the columns of a row up to which they are taken; measured on an H200, see
+# docs/kernels.md. Warps of a program divide slices: more of them would repeat each other's work
+CODED = {2048: Cut(32, 1, 32, 64, 3, 1), 4096: Cut(32, 2, 16, 64, 3, 2), 1 << 30: Cut(32, 4, 32, 64, 3, 4)}
+DENSE = {LONG: Cut(32, 1, 32, 128, 3, 2), 1 << 30: Cut(16, 4, 32, 128, 3, 4)}
 
 
 def suits(w: Weights, tokens: int) -> bool:
     """Whether `grouped_few` is the fastest way."""
     if isinstance(w, Coded):
         return tokens <= LISTED
-    return tokens <= FEW and w.shape[2] > DENSE_LONG
+    return tokens <= FEW and w.shape[2] > LONG
 
 
 def cut_of(w: Weights) -> Cut:
     """How products with w are cut."""
-    bits, length = w.bits if isinstance(w, Coded) else 16, w.shape[2]
-    return CUTS[bits, length > (DENSE_LONG if bits == 16 else LONG)]
+    return next(cut for most, cut in (CODED if isinstance(w, Coded) else DENSE).items() if w.shape[2] <= most)
 
 
 def grouped_few(

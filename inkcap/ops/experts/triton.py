@@ -131,10 +131,8 @@ def fixed_products(
     tokens, number = len(route.choice), route.choice.numel()
     uses = route if tokens <= FEW else tiles(route, len(w), NARROW if number <= NARROW * len(w) else FEW)
     cut = cut_of(w)
-    if tokens == 1 and cut.slices > 1:
+    if tokens == 1 and cut.slices > 2:
         cut = replace(cut, rows=16, stages=4)  # 13.9 us, 32 rows 16.5 (NVFP4, 6,144 columns)
-    elif cut.slices == 1 and short(w) and isinstance(w, Coded):
-        cut = replace(cut, rows=32)  # 8 tokens 28.0 us, 16 rows 38.1 (NVFP4, 384 columns)
     return grouped_few(x, w, uses, share, out, paired=paired, caps=caps, also=also, cut=cut)
 
 
