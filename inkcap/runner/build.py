@@ -8,6 +8,7 @@ from torch import Tensor
 
 from inkcap.base.step import Chunk, Continue, StepPlan
 from inkcap.layers.batch import Batch
+from inkcap.ops.rows.ref import spread
 from inkcap.ops.values import GroupView, Packing
 from inkcap.runner.table import RowTable
 from inkcap.runner.transfer import upload
@@ -36,30 +37,30 @@ def build(plan: StepPlan, table: RowTable, planes: Sequence[Mapping[str, tuple[T
         rows.append(work.row)
         at += stop - first
     assert len(set(rows)) == len(rows), f"step {plan.step} has two entries for one row"
-    device = table.device
     sampling = [i for i, work in enumerate(plan.work) if isinstance(work, Continue) or work.samples]
-    columns = [*zip(*spans, strict=True)]
-    starts, stops, row_ids, first = upload(columns, torch.int64, device).unbind()  # [R] each
-    widths = stops - starts
-    row_of = row_ids.repeat_interleave(widths, output_size=at)  # [T]
-    positions = torch.arange(at, device=device) + (first - starts).repeat_interleave(widths, output_size=at)  # [T]
-    packing = Packing(
-        starts=torch.nn.functional.pad(stops, (1, 0)).to(torch.int32),
-        rows=row_ids.to(torch.int32),
-        first=first.to(torch.int32),
-        row_of=row_of.to(torch.int32),
-        positions=positions,
-        spans=tuple(spans),
-    )
-    last = stops - 1
-    batch = Batch(
-        ids=table.tokens[row_of, positions].to(torch.int64),
-        packing=packing,
-        sampled=last[upload(sampling, torch.int64, device)] if len(sampling) < len(spans) else last,
-        views={group: view_of(table.tables[group], block, row_of, positions) for group, block in table.groups.items()},
-        planes=planes,
-    )
-    return Step(batch, sampling)
+    ids, packing, views = laid_out(spans, table)
+    sampled = upload([spans[i][1] - 1 for i in sampling], torch.int64, table.device)
+    return Step(Batch(ids, packing, sampled, views, planes), sampling)
+
+
+def laid_out(
+    spans: Sequence[tuple[int, int, int, int]], table: RowTable
+) -> tuple[Tensor, Packing, dict[str, GroupView]]:
+    """Ids [T] of the tokens of `spans`, see `Packing`, how they are packed, and where they go, without planes."""
+    count, room = spans[-1][1], len(spans) // 4 * 4 + 4  # each part begins at a multiple of 16 bytes: kernels want it
+    begins, _, rows_of, firsts = zip(*spans, strict=True)
+    parts = [(*begins, count), rows_of, firsts]
+    packed = [number for part in parts for number in (*part, *[0] * (room - len(part)))]
+    uploaded = upload(packed, torch.int32, table.device).split(room)
+    starts, rows, first = (own[: len(part)] for own, part in zip(uploaded, parts, strict=True))
+    ids, row_of, positions, slots = spread(
+        starts, rows, first, table.tokens, [*table.tables.values()], [*table.groups.values()], count
+    )  # fmt: skip
+    views = {
+        group: GroupView(block, table.tables[group], own)
+        for (group, block), own in zip(table.groups.items(), slots, strict=True)
+    }
+    return ids, Packing(starts, rows, first, row_of, positions, tuple(spans)), views
 
 
 def range_of(work: Chunk | Continue, table: RowTable) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from inkcap.models.base import Model
 from inkcap.ops.ahead import compiled_ahead
 from inkcap.ops.dispatch import bind
 from inkcap.parallel.comm import Comm
-from inkcap.runner.build import Step, build
+from inkcap.runner.build import Step, build, laid_out
 from inkcap.runner.graphs import DeviceRecorder, Graphs
 from inkcap.runner.guides import Guides
 from inkcap.runner.memory import budget, measure_step, plan_for
@@ -226,6 +226,7 @@ class Worker:
         for spans in spans_of_kinds(sched.rows, sched.step_tokens, self.max_length):
             batch = batch_of(self.model, spans, len(spans), self.device, self.table.tables, self.arena.planes)
             self.model.head(self.model.forward(batch)[batch.sampled])
+            laid_out(spans, self.table)
         try_draws(self.model.vocab_size, self.device)
 
     def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> Sampled:

@@ -1,12 +1,13 @@
 """The two ends of a decode step against loops over rows; kernels under the interpreter."""
 
+from itertools import accumulate
 from random import Random
 
 import pytest
 import torch
 
-from inkcap.ops.rows.ref import append_tokens, newest
-from inkcap.ops.rows.triton import append_tokens_triton, newest_triton
+from inkcap.ops.rows.ref import append_tokens, newest, spread
+from inkcap.ops.rows.triton import append_tokens_triton, newest_triton, spread_triton
 
 BLOCKS = (64, 4, 16)
 SPARE = 9
@@ -38,6 +39,27 @@ def test_newest(function, groups):
         for found, held, block in zip(slots, tables, BLOCKS, strict=False):
             owner = int(held[row, position // block])
             assert found[at] == (owner * block + position % block if owner else -1)
+
+
+@pytest.mark.parametrize("function", [spread.reference, spread_triton])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_spread(function, groups):
+    tokens, _, tables = table(Random(groups))
+    spans = [(3, 5, 130), (0, 0, 1), (8, 198, 199), (5, 60, 71)]
+    starts = torch.tensor([0, *accumulate(stop - first for _, first, stop in spans)], dtype=torch.int32)
+    rows, first = (torch.tensor([span[i] for span in spans], dtype=torch.int32) for i in (0, 1))
+    want = [(row, position) for row, begin, stop in spans for position in range(begin, stop)]
+    ids, row_of, positions, slots = function(
+        starts, rows, first, tokens, tables[:groups], BLOCKS[:groups], len(want)
+    )  # fmt: skip
+    assert [row_of.dtype, len(slots)] == [torch.int32, groups]
+    assert [*zip(row_of.tolist(), positions.tolist(), strict=True)] == want
+    assert ids.tolist() == [tokens[place] for place in want]
+    for found, held, block in zip(slots, tables, BLOCKS, strict=False):
+        owners = [int(held[row, position // block]) for row, position in want]
+        assert found.tolist() == [
+            owner * block + position % block if owner else -1 for owner, (_, position) in zip(owners, want, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("function", [append_tokens.reference, append_tokens_triton])

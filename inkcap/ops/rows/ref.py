@@ -1,4 +1,4 @@
-"""What a decode step reads of the table of rows, and what it adds to it: the two ends of a step without the host."""
+"""What a step reads of the table of rows, and what a decode step adds to it, without the host."""
 
 from collections.abc import Sequence
 
@@ -20,11 +20,38 @@ def newest(
     """
     row = rows.long()
     positions = lengths[row] - 1
+    return tokens[row, positions].long(), positions, positions.int(), slots_of(row, positions, tables, blocks)
+
+
+def slots_of(row: Tensor, positions: Tensor, tables: Sequence[Tensor], blocks: Sequence[int]) -> list[Tensor]:
+    """Slots [T] of tokens at `positions` [T] of table rows `row` [T], per group."""
     slots = []
     for table, size in zip(tables, blocks, strict=True):
         held = table[row, positions // size].long()
         slots.append(torch.where(held > 0, held * size + positions % size, -1))
-    return tokens[row, positions].long(), positions, positions.int(), slots
+    return slots
+
+
+@op
+def spread(
+    starts: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    tokens: Tensor,
+    tables: Sequence[Tensor],
+    blocks: Sequence[int],
+    count: int,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """All T = `count` tokens of R sequences: ids, table rows, positions, and where their state goes.
+
+    starts [R + 1], rows [R] and first [R] as in `Packing`; tokens, tables and blocks as in `newest`. Returns ids [T]
+    int64, rows [T] int32, positions [T] int64, and slots [T] int64 per group as in `newest`.
+    """
+    widths = starts.diff().long()
+    row_of = rows.repeat_interleave(widths, output_size=count)
+    shift = (first - starts[:-1]).repeat_interleave(widths, output_size=count)
+    row, positions = row_of.long(), torch.arange(count, device=starts.device) + shift
+    return tokens[row, positions].long(), row_of, positions, slots_of(row, positions, tables, blocks)
 
 
 @op
