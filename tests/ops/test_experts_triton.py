@@ -101,6 +101,7 @@ def test_settle_of_longer_spans():
 def test_sums_on_the_way_to_the_convolution(at_once, monkeypatch):
     """Steps of several sequences, whose tokens a program takes some at a time, against the reference."""
     monkeypatch.setattr("inkcap.ops.experts.triton.WALKED", 1)
+    monkeypatch.setattr("inkcap.ops.sconv.walk.WIDE", 1)
     monkeypatch.setattr("inkcap.ops.sconv.walk.WALK", (at_once, 16, min(2, at_once), 1))
     channels, units = 20, 12
     w2, shared_w2 = torch.randn(5, channels, units), torch.randn(channels, 2, units)

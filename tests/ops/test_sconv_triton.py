@@ -27,6 +27,8 @@ def test_static_taps(width, channels, residual):
 @pytest.mark.parametrize("residual", [False, True])
 def test_walks(at_once, residual, monkeypatch):
     """Programs that take some tokens one after the other, of several sequences; also with a number before."""
+    for module in ("triton", "walk"):
+        monkeypatch.setattr(f"inkcap.ops.sconv.{module}.WIDE", 1)
     monkeypatch.setattr("inkcap.ops.sconv.triton.WALKED", 1)
     monkeypatch.setattr("inkcap.ops.sconv.walk.WALK", (at_once, 4, min(2, at_once), 1))
     for width, channels in ((4, 6), (2, 5)):
@@ -36,6 +38,8 @@ def test_walks(at_once, residual, monkeypatch):
 @pytest.mark.parametrize("width", [4, 2])
 def test_walks_of_tokens_whose_inputs_nobody_keeps(width, monkeypatch):
     """Programs in the middle of a prompt, one that has its beginning and one that has two sequences."""
+    for module in ("triton", "walk"):
+        monkeypatch.setattr(f"inkcap.ops.sconv.{module}.WIDE", 1)
     monkeypatch.setattr("inkcap.ops.sconv.triton.WALKED", 1)
     monkeypatch.setattr("inkcap.ops.sconv.walk.WALK", (4, 4, 2, 1))
     taps = torch.randn(width, 6).t()

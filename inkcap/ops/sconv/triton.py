@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.sconv.ref import sconv
-from inkcap.ops.sconv.walk import WALKED, Parts, older, walk
+from inkcap.ops.sconv.walk import WALKED, WIDE, Parts, older, walk
 from inkcap.ops.values import GroupView, Packing
 
 FEW, MANY = (1, 512, 2), (1, 1024, 2)  # tokens and channels of a program, and its warps; up to 64 tokens and beyond
@@ -162,7 +162,8 @@ def convolve(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     static = taps.dim() == 2
-    if static and added is None and packing.widest > 1 and tokens >= WALKED and taps.shape[1] <= 4:
+    wide = channels >= WIDE and taps.shape[1] <= 4
+    if wide and static and added is None and packing.widest > 1 and tokens >= WALKED:
         return walk(Parts(x, 1), taps, view, packing, plane, scale, residual, before, dtype)
     summed = x.dtype if residual is None else torch.promote_types(residual.dtype, x.dtype)
     out = x.new_empty(x.shape, dtype=dtype or summed)

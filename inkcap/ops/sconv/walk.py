@@ -13,12 +13,9 @@ from torch import Tensor
 from inkcap.ops import pdl
 from inkcap.ops.values import GroupView, Packing
 
-WALK = (
-    32,
-    512,
-    2,
-    2,
-)  # tokens and channels of a program, tokens read at once, warps; measured on an H200, see docs/kernels.md
+# tokens and channels of a program, tokens read at once, warps; measured on an H200, see docs/kernels.md
+WALK, NARROW = (32, 512, 2, 2), (32, 512, 4, 2)
+WIDE = 4096  # channels from which on the first is taken, and a convolution that sums nothing walks at all
 WALKED = 2048  # tokens from which on that pays
 
 
@@ -165,7 +162,7 @@ def walk(
     channels = plain.shape[1]
     summed = plain.dtype if residual is None else torch.promote_types(residual.dtype, plain.dtype)
     out = torch.empty(tokens, channels, dtype=dtype or summed, device=plain.device)
-    on, (bt, bc, ahead, warps) = pdl.supported(plain.device), WALK
+    on, (bt, bc, ahead, warps) = pdl.supported(plain.device), WALK if channels >= WIDE else NARROW
     bc = min(bc, triton.next_power_of_2(channels))
     walk_kernel[(triton.cdiv(tokens, bt), triton.cdiv(channels, bc))](
         plain, plain if parts.products is None else parts.products, plain if parts.weights is None else parts.weights,
