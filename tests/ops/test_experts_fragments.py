@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from inkcap.ops.experts.fragments import cut, layouts, step_of, suits
+from inkcap.ops.experts.fragments import layouts, pieces_of, step_of, suits
 from inkcap.ops.quantize.coded import Coded
 
 PROGRAM = """
@@ -98,7 +98,7 @@ def test_lanes_have_rows_and_the_columns_of_x_that_belong_to_them(warps, words, 
 
 
 def test_rows_are_cut_into_whole_steps():
-    assert [cut(words, 8) for words in (288, 576, 16, 8, 7)] == [(4, 1), (4, 2), (2, 1), (1, 1), (0, 0)]
+    assert [pieces_of(words, 8) for words in (288, 576, 16, 8, 7)] == [4, 4, 2, 1, 0]
     assert [step_of(words) for words in (144, 72, 288, 7)] == [16, 8, 16, 0]
 
 

@@ -97,55 +97,47 @@ def wanted(acc, column):
 
 
 @gluon.jit
-def place_of(m, P: gl.constexpr, SPLIT: gl.constexpr):
-    """(row among a program's 16, piece of it) of row m of a first half's product."""
-    return m // (16 * SPLIT) * (16 // P) + m % 16 // P, m // 16 % SPLIT * P + m % P
-
-
-@gluon.jit
 def up_fragments(
     x, words, scales, factor, choice, act, gate_cap, up_cap,
     CAPPED: gl.constexpr, UNITS: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
-    P: gl.constexpr, SPLIT: gl.constexpr, AHEAD: gl.constexpr, WORDS: gl.constexpr, X: gl.constexpr, SUMS: gl.constexpr,
+    P: gl.constexpr, AHEAD: gl.constexpr, WORDS: gl.constexpr, X: gl.constexpr, SUMS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Eight units of one expert: P pieces of a row are in one warp, SPLIT warps share a row. Triggers after its wait,
-    so that the second half may read the choice early."""
+    """Eight units of one expert, in P pieces of each row. Triggers after its wait, so that the second half may read the
+    choice early."""
     PER: gl.constexpr = 32 // BITS  # codes of a word
     SCALED: gl.constexpr = 2 if BITS == 4 else 8
-    WARPS: gl.constexpr = P * SPLIT
-    STEPS: gl.constexpr = K // PER // (W * WARPS)
+    STEPS: gl.constexpr = K // PER // (W * P)
     pdl.wait(PDL)
     pdl.trigger(PDL)
     e = gl.load(choice + gl.program_id(1)).to(gl.int64)
     row = e * (2 * UNITS) + gl.program_id(0) * 16
-    own, piece = place_of(gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, WORDS)), P, SPLIT)
+    m = gl.arange(0, 16 * P, layout=gl.SliceLayout(1, WORDS))
     at = gl.arange(0, W, layout=gl.SliceLayout(0, WORDS))
-    wp = words + row * (K // PER) + (own * (K // PER) + piece * W)[:, None] + at[None, :]
-    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.reshape(wp, [16 * WARPS, W // SCALED, SCALED]).type.layout)
-    own, piece = place_of(gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, BLOCKS)), P, SPLIT)
+    wp = words + row * (K // PER) + (m // P * (K // PER) + m % P * W)[:, None] + at[None, :]
+    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.reshape(wp, [16 * P, W // SCALED, SCALED]).type.layout)
+    m = gl.arange(0, 16 * P, layout=gl.SliceLayout(1, BLOCKS))
     at = gl.arange(0, W // SCALED, layout=gl.SliceLayout(0, BLOCKS))
     sp = scales + row * (K // PER // SCALED)
-    sp += (own * (K // PER // SCALED) + piece * (W // SCALED))[:, None] + at[None, :]
+    sp += (m // P * (K // PER // SCALED) + m % P * (W // SCALED))[:, None] + at[None, :]
     n = gl.arange(0, LANES, layout=gl.SliceLayout(1, X))
     k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, X))
-    xp = x + (n % WARPS * (W * PER))[:, None] + k[None, :]
-    acc = gl.zeros([16 * WARPS, LANES], gl.float32, SUMS)
+    xp = x + (n % P * (W * PER))[:, None] + k[None, :]
+    acc = gl.zeros([16 * P, LANES], gl.float32, SUMS)
     held = ()
     for i in gl.static_range(AHEAD):
-        held += (fetch(wp, sp, i * WARPS, BITS, W),)
+        held += (fetch(wp, sp, i * P, BITS, W),)
     pdl.wait(PDL)  # for nothing: loads stay before it
     for i in gl.static_range(STEPS):
         if i + AHEAD < STEPS:
-            held += (fetch(wp, sp, (i + AHEAD) * WARPS, BITS, W),)
-        part = gl.load(xp + i * (W * PER * WARPS))
+            held += (fetch(wp, sp, (i + AHEAD) * P, BITS, W),)
+        part = gl.load(xp + i * (W * PER * P))
         acc = multiplied(held[i][0], held[i][1], part, acc, BITS, W)
-    _, piece = place_of(gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, SUMS)), P, SPLIT)
-    out = gl.sum(gl.reshape(wanted(acc, piece), [P, SPLIT, 16 // P, P]), 3)
-    out = gl.reshape(gl.sum(out, 1), [16]) * unit(gl.bfloat16, BITS)
+    piece = gl.arange(0, 16 * P, layout=gl.SliceLayout(1, SUMS)) % P
+    out = gl.sum(gl.reshape(wanted(acc, piece), [16, P]), 1) * unit(gl.bfloat16, BITS)
     if BITS == 4:
         out *= gl.load(factor + e)
-    out = gl.convert_layout(out, gl.BlockedLayout([2], [32], [WARPS], [0]))
+    out = gl.convert_layout(out, gl.BlockedLayout([2], [32], [P], [0]))
     out = gated(out, gate_cap, up_cap, CAPPED, 16)
     to = gl.program_id(1) * UNITS + gl.program_id(0) * 8 + gl.arange(0, 8, layout=out.type.layout)
     gl.store(act + to, out.to(act.dtype.element_ty))
@@ -198,25 +190,33 @@ def down_fragments(
             )
             past += old.to(gl.float32) * gl.load(taps + c * tap_channel + i * tap_distance)
         own_tap = gl.load(taps + c * tap_channel + (TAPS - 1) * tap_distance)
-    rows_of_x = gl.allocate_shared_memory(
-        gl.bfloat16, [STEPS, LANES, W * PER], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )
-    AT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // (W * PER), W * PER // 8], [WARPS, 1], [1, 0])
+    STAGED: gl.constexpr = STEPS <= FEW  # all of x by shared memory; many small copies cost more than they save
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // (W * PER), W * PER // 8], [WARPS, 1], [1, 0])
+    AT: gl.constexpr = WIDE if STAGED else X
     n = gl.arange(0, LANES, layout=gl.SliceLayout(1, AT))
     k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, AT))
     pdl.wait(PDL)
     xp = act + (gl.minimum(n, TOP - 1) * K)[:, None] + k[None, :]
-    for i in gl.static_range(STEPS):
-        copy_rows(rows_of_x.index(i), xp + i * (W * PER))
-    async_copy.commit_group()
+    if STAGED:
+        rows_of_x = gl.allocate_shared_memory(
+            gl.bfloat16, [STEPS, LANES, W * PER], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        )  # fmt: skip
+        for i in gl.static_range(STEPS):
+            copy_rows(rows_of_x.index(i), xp + i * (W * PER))
+        async_copy.commit_group()
     times *= gl.load(weights + place, mask=place < TOP, other=0.0)
     acc = gl.zeros([16 * WARPS, LANES], gl.float32, SUMS)
-    async_copy.wait_group(0)
-    everybody()
+    if STAGED:
+        async_copy.wait_group(0)
+        everybody()
     for i in gl.static_range(STEPS):
         if i + AHEAD < STEPS:
             held += (fetch(wp, sp, i + AHEAD, BITS, W),)
-        acc = multiplied(held[i][0], held[i][1], rows_of_x.index(i).load(X), acc, BITS, W)
+        if STAGED:
+            part = rows_of_x.index(i).load(X)
+        else:
+            part = gl.load(xp + i * (W * PER))
+        acc = multiplied(held[i][0], held[i][1], part, acc, BITS, W)
     out = gl.sum(gl.reshape(wanted(acc, place) * times, [PLACES, ROWS]), 0).to(act.dtype.element_ty)
     if CONVOLVED:
         out = finish(out, past, own_tap, conv_scale, plane, slot, c, mask, block_stride, token_stride, HELD)
@@ -246,20 +246,18 @@ def layouts(warps: int, words: int, per: int) -> tuple[gl.DistributedLinearLayou
     )
 
 
-# measured on an H200, see docs/kernels.md. First halves, by bits of a code: words of a piece, steps whose loads are on
-# their way before the first product, registers of a thread. Second halves, by words of a step: such steps, registers
-UP = {4: (8, 3, 80), 8: (16, 5, 255)}
-DOWN = {16: (9, 168), 8: (6, 96)}
+# measured on an H200, see docs/kernels.md. First halves, by bits of a code: words of a piece; and by whether there are
+# more than FEW steps: steps whose loads are on their way before the first product, registers of a thread. Second
+# halves, by words of a step: such steps, registers
+FEW = gl.constexpr(9)  # steps
+PIECE = {4: 8, 8: 16}
+UP = {(4, False): (3, 80), (4, True): (4, 96), (8, False): (5, 255), (8, True): (5, 255)}
+DOWN = {16: (9, 168), 8: (9, 128)}
 
 
-MANY = 12  # most steps of a row in one warp, if more warps can share it
-
-
-def cut(words: int, piece: int) -> tuple[int, int]:
-    """(pieces of a row in a warp, warps that share a row) for rows of so many words; (0, 0) where no step is whole."""
-    pieces = next((number for number in (4, 2, 1) if words % (number * piece) == 0), 0)
-    split = next((n for n in (1, 2) if pieces and words <= MANY * n * pieces * piece), 2)
-    return pieces, split if pieces and words % (split * pieces * piece) == 0 else min(pieces, 1)
+def pieces_of(words: int, piece: int) -> int:
+    """Pieces of so many words that a row is read in at once; 0 where it cannot be cut into whole steps."""
+    return next((number for number in (4, 2, 1) if words % (number * piece) == 0), 0)
 
 
 def step_of(words: int) -> int:
@@ -277,21 +275,22 @@ def suits(x: Tensor, w: Coded, top_k: int) -> bool:
     """Whether fragments are made for one token x [1, ..] with so many experts, and w."""
     _, rows, length = w.shape
     words = length * w.bits // 32
-    whole = rows % 16 == 0 and min(cut(words, UP[w.bits][0])[0], step_of(words)) > 0
+    whole = rows % 16 == 0 and min(pieces_of(words, PIECE[w.bits]), step_of(words)) > 0
     return whole and able(x.device) and x.dtype == w.dtype == torch.bfloat16 and top_k <= LANES.value
 
 
 def up(x: Tensor, w: Coded, route: Routed, caps: Caps | None, out: Tensor) -> Tensor:
     """First half: x [1, C], normed; w [E, 2 I, C]. Activations go into out [1, K, I], which is returned."""
     _, rows, length = w.shape
-    on, words, (step, ahead, registers) = pdl.supported(x.device), length * w.bits // 32, UP[w.bits]
-    pieces, split = cut(words, step)
-    warps = pieces * split
+    on, words, step = pdl.supported(x.device), length * w.bits // 32, PIECE[w.bits]
+    pieces = pieces_of(words, step)
+    steps = words // (pieces * step)
+    ahead, registers = UP[w.bits, steps > FEW.value]
     up_fragments[(triton.cdiv(rows, 16), route.choice.numel())](
         x, *stored(w), route.choice, out, 1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
-        caps is not None, rows // 2, w.bits, length, step, pieces, split, min(ahead, words // warps // step),
-        *layouts(warps, step, 32 // w.bits), on,
-        num_warps=warps, maxnreg=registers, **pdl.launch(on),
+        caps is not None, rows // 2, w.bits, length, step, pieces, min(ahead, steps),
+        *layouts(pieces, step, 32 // w.bits), on,
+        num_warps=pieces, maxnreg=registers, **pdl.launch(on),
     )  # fmt: skip
     return out
 
