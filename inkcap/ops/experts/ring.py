@@ -181,7 +181,8 @@ def gather(
             for g in gl.static_range(BM // GROUP):
                 if g * GROUP < end - first:
                     to = rows.index(2 * stage + g * GROUP // HALF).slice(g * GROUP % HALF, GROUP)
-                    copy_rows(to, x + each[g].to(gl.int64)[:, None] * K + (at * DEPTH + k)[None, :])
+                    there = (m < end - first - g * GROUP)[:, None]  # zeros for the rest: not read, cheap to multiply
+                    copy_rows(to, x + each[g].to(gl.int64)[:, None] * K + (at * DEPTH + k)[None, :], mask=there)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
 
