@@ -25,7 +25,7 @@ from inkcap.models.inkling import demo as first
 from inkcap.models.inkling2 import demo as second
 from inkcap.models.registry import build
 from inkcap.ops.dispatch import OPS
-from inkcap.ops.experts import wide
+from inkcap.ops.experts import lanes, wide
 from inkcap.ops.quantize.coded import Coded
 from inkcap.parallel.comm import Comm
 from inkcap.runner.trial import batch_of, spans_of_kinds
@@ -94,7 +94,7 @@ def main() -> None:
             map_python_to_cpp_type=lambda of: of,
         )
     )
-    wide.processors = lambda device: 132
+    wide.processors, lanes.able = (lambda device: 132), (lambda device: True)
     formats.Nvfp4Matrices.unpack = coded
     for op in OPS.values():
         if "triton" in op.implementations:

@@ -255,7 +255,7 @@ def few_kernel(
     )
 
 
-FEW, LISTED = 16, 64  # tokens up to which tiles need no lists, and up to which codes are multiplied here
+FEW = 16  # tokens up to which tiles need no lists
 NARROW = 8  # uses of a tile; 16 where more tokens than that need no lists
 LONG = 2048  # columns of rows of dense weights beyond which they are multiplied here
 
@@ -281,9 +281,7 @@ DENSE = {LONG: Cut(32, 1, 32, 128, 3, 2), 1 << 30: Cut(16, 4, 32, 128, 3, 4)}
 
 def suits(w: Weights, tokens: int) -> bool:
     """Whether `grouped_few` is the fastest way."""
-    if isinstance(w, Coded):
-        return tokens <= LISTED
-    return tokens <= FEW and w.shape[2] > LONG
+    return tokens <= FEW and (isinstance(w, Coded) or w.shape[2] > LONG)
 
 
 def cut_of(w: Weights) -> Cut:

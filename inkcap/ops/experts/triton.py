@@ -14,11 +14,11 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.act.ref import swiglu
-from inkcap.ops.experts import fragments
+from inkcap.ops.experts import fragments, lanes
 from inkcap.ops.experts.coded_many import coded_width_of, grouped_coded, stored
 from inkcap.ops.experts.coded_row import coded_chunks, down_row_coded, down_row_joined, up_row_coded
 from inkcap.ops.experts.few import FEW, NARROW, cut_of, grouped_few, suits
-from inkcap.ops.experts.group import tiles, width_of
+from inkcap.ops.experts.group import Tiles, tiles, width_of
 from inkcap.ops.experts.many import Also, combine_kernel, grouped
 from inkcap.ops.experts.ref import experts_down, experts_settle, experts_up, routed_down, routed_settle, routed_up
 from inkcap.ops.experts.row import down_row, up_row
@@ -104,9 +104,13 @@ def products_of(
     tokens, number = len(route.choice), route.choice.numel()
     if tokens <= FEW and not paired and short(w):
         return in_strips(x, w, route, out, also)
+    if also is None and lanes.suits(x, w, tokens, number, paired=paired):
+        width = lanes.width_of(tokens, number, len(w))
+        early = not paired and (tokens <= FEW or (Tiles, width) in route.memo)
+        uses = route if tokens <= FEW else tiles(route, len(w), width)
+        return lanes.grouped_lanes(x, w, uses, share, out, paired=paired, caps=caps, early=early)
     if suits(w, tokens):
-        uses = route if tokens <= FEW else tiles(route, len(w), NARROW)
-        return grouped_few(x, w, uses, share, out, paired=paired, caps=caps, also=also)
+        return grouped_few(x, w, route, share, out, paired=paired, caps=caps, also=also)
     if also is None and number > MANY * len(w) and fits(x, w):
         return wide(x, w, route, share, out, paired=paired, caps=caps)
     width = coded_width_of(number, len(w)) if isinstance(w, Coded) else width_of(number, len(w))
