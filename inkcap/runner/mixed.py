@@ -19,8 +19,8 @@ from inkcap.runner.graphs import Graphs, Recorder, Replays
 from inkcap.runner.transfer import upload
 from inkcap.sampling.sampler import Sampled
 
-TOKENS = (16, 32, 64, 128, 256, 512)
-SEQUENCES = (1, 4, 16, 64)  # and as many as there are rows
+TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # padding costs what tokens do
+SEQUENCES = (4, 16, 64)  # and as many as there are rows
 
 Key = tuple[int, int, int]  # sequences, tokens, bound
 
