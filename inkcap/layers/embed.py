@@ -11,6 +11,8 @@ from inkcap.parallel.comm import Comm
 from inkcap.parallel.share import split
 from inkcap.parallel.slot import Slot
 
+ALIGNED = 64  # rows: a library's product whose result has another number of columns is a third slower
+
 
 class NormedEmbedding:
     """A table of `vocabulary` rows, normed when read. Every rank holds all of it."""
@@ -51,7 +53,8 @@ class Head:
         self.soft_cap = soft_cap
         self.comm = comm
         self.weight = torch.empty(self.words.count, channels, dtype=dtype, device=device)
-        self.used = self.weight if comm.size > 1 else self.weight[:existing]  # ranks gather equal parts, then cut
+        # ranks gather equal parts, then cut
+        self.used = self.weight if comm.size > 1 else self.weight[: -(-existing // ALIGNED) * ALIGNED]
 
     def slots(self) -> dict[str, Slot]:
         """`weight` [V, C]."""
@@ -59,5 +62,5 @@ class Head:
         return {"weight": Slot(self.weight, whole, dim=0, start=self.words.start)}
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [S, C] to logits [S, existing] in fp32, whole on every rank."""
+        """hidden [S, C] to logits [S, existing] in fp32, whole on every rank; rows may stand apart."""
         return self.comm.all_gather(logits(hidden, self.used, self.scale, self.soft_cap), 1)[:, : self.existing]

@@ -44,7 +44,7 @@ def unordered(key):
     return tl.where((key >> 31) != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def tops_kernel(logits, temperature, tops, V, stride, spans, SPAN: tl.constexpr):
     at_row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + at_row)
@@ -72,7 +72,7 @@ def total_of(sums, at_row, spans, WIDE: tl.constexpr):
     return tl.sum(tl.load(sums + (at_row * spans + at) * 16, mask=at < spans, other=0.0), 0)
 
 
-@triton.jit(do_not_specialize=["step", "unit", "rows"])
+@triton.jit(do_not_specialize=["stride", "step", "unit", "rows"])
 def sieve_kernel(
     logits, temperature, limit, tops, edges, sums, bases, needs, V, stride, spans, step, unit, rows,
     WEIGH: tl.constexpr, SPAN: tl.constexpr, SEEN: tl.constexpr, WIDE: tl.constexpr,
@@ -158,7 +158,7 @@ def mix64(x):
     return x ^ (x >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def score_kernel(
     logits, temperature, edges, seeds, positions, best, places, V, stride, spans,
     LIMITED: tl.constexpr, SPAN: tl.constexpr,
