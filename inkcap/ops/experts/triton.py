@@ -105,10 +105,7 @@ def products_of(
     if tokens <= FEW and not paired and short(w):
         return in_strips(x, w, route, out, also)
     if also is None and lanes.suits(x, w, tokens, number, paired=paired):
-        width = lanes.width_of(tokens, number, len(w))
-        early = not paired and (tokens <= FEW or (Tiles, width) in route.memo)
-        uses = route if tokens <= FEW else tiles(route, len(w), width)
-        return lanes.grouped_lanes(x, w, uses, share, out, paired=paired, caps=caps, early=early)
+        return in_lanes(x, w, route, share, out, paired=paired, caps=caps)
     if suits(w, tokens):
         return grouped_few(x, w, route, share, out, paired=paired, caps=caps, also=also)
     if also is None and number > MANY * len(w) and fits(x, w):
@@ -118,6 +115,26 @@ def products_of(
     if isinstance(w, Coded):
         return grouped_coded(x, w, uses, share, out, paired=paired, caps=caps, also=also)
     return grouped(x, w, uses, share, out, paired=paired, caps=caps, also=also)
+
+
+def in_lanes(
+    x: Tensor,
+    w: Weights,
+    route: Routed,
+    share: int,
+    out: Tensor,
+    *,
+    paired: bool,
+    caps: Caps | None,
+    fixed: bool = False,
+) -> Tensor:
+    """Launch `grouped_lanes`, and the lists of its tiles where there are too many tokens to do without."""
+    tokens, number = len(route.choice), route.choice.numel()
+    width = lanes.width_of(tokens, number, len(w))
+    cut = lanes.fixed_cut(tokens, width, paired=paired) if fixed else None
+    early = not paired and (tokens <= FEW or (Tiles, width) in route.memo)
+    uses = route if tokens <= FEW else tiles(route, len(w), width)
+    return lanes.grouped_lanes(x, w, uses, share, out, paired=paired, caps=caps, early=early, cut=cut)
 
 
 def fixed_products(
@@ -133,6 +150,8 @@ def fixed_products(
 ) -> Tensor:
     """`products_of` by one kernel for any number of tokens, in which a use's sums depend on nothing but itself."""
     tokens, number = len(route.choice), route.choice.numel()
+    if also is None and lanes.fits(x, w, lanes.fixed_cut(FEW, FEW, paired=paired)):
+        return in_lanes(x, w, route, share, out, paired=paired, caps=caps, fixed=True)
     uses = route if tokens <= FEW else tiles(route, len(w), NARROW if number <= NARROW * len(w) else FEW)
     cut = cut_of(w)
     if tokens == 1 and cut.slices > 2:
