@@ -15,7 +15,7 @@ from inkcap.ops.values import Activated, Caps, Normed, Routed
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 BITS = [4, 8]
-TOKENS = [1, 2, 8, 64, 300, 3000]
+TOKENS = [1, 2, 8, 64, 300, 900, 3000]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_one_large_token(weights, size):
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 300])
 def test_routed_experts_alone(weights, tokens):
     w13, _, w2, _ = weights
     rows, route, caps = normed(tokens), route_of(tokens), Caps(gate=2.0, up=3.0)
