@@ -49,6 +49,10 @@ class DynamicTaps:
             self.turned = self.static.flip(0).t()
         return self.turned
 
+    def unpack(self) -> None:
+        """Called once the slots are filled. What a step made of them before is made again, where it stands."""
+        self.taps().copy_(self.static.flip(0).t())
+
     def added(self, projected: Tensor) -> Tensor:
         """A token's projection [T, heads * width] as what `ops.sconv` adds: [T, heads, width]."""
         return projected.unflatten(1, (self.heads.count, -1))

@@ -30,8 +30,11 @@ class Scored:
 
 
 def score(logits: Tensor, tokens: Tensor, counts: list[int]) -> Scored:
-    """Score rows of logits [N, V] float32, N at least 1, of tokens [N] int64 with `counts[i]` alternatives each."""
-    own = tokens[:, None]
+    """Score rows of logits [N, V] float32, N at least 1, of tokens [N] int64 with `counts[i]` alternatives each.
+
+    Of a row that drew -1, since its logits are not numbers, the scores mean nothing: no index may be beyond the end.
+    """
+    own = tokens.clamp(min=0)[:, None]
     ranks = (logits > logits.gather(1, own)).sum(1) + 1
     most = max(counts)
     # one more than wanted, to see whether a tie was cut

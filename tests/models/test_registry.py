@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from inkcap.models.inkling2 import demo as second
 from inkcap.models.quantize import Settings, quantize
 from inkcap.models.registry import load_model, open_model
 from inkcap.parallel.comm import Comm
+from inkcap.runner.trial import batch_of
 from inkcap.weights import scales
 from inkcap.weights.headers import INDEX
 
@@ -210,3 +212,29 @@ def test_a_file_that_was_cut_short(copy, refuse, number):
     file = copy / f"model-0000{number}-of-00003.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     refuse(copy, CheckpointUnreadable, rf"{file.name} is no sound safetensors file: it is truncated")
+
+
+@pytest.mark.parametrize(
+    ("write", "shape"),
+    [
+        (first.write, first.DemoShape(**WORDS)),
+        (second.write, second.DemoShape(**WORDS)),
+        (second.write, replace(second.MINI, **WORDS)),
+    ],
+    ids=["first", "second", "looped"],
+)
+def test_a_step_before_weights_are_read_leaves_nothing_behind(tmp_path, write, shape):
+    """On a GPU steps are tried and captured while weights are read: nothing may be kept that was made of their room."""
+    write(tmp_path / "demo", shape=shape)
+    with torch.inference_mode():
+        model, read = open_model(tmp_path / "demo", comm=Comm.alone(), dtype=torch.float32, device=CPU, progress=False)
+        for slot in model.slots().values():
+            slot.target.fill_(0.25)
+        model.forward(batch_of(model, ((0, 9, 0, 0),), 1, CPU))
+        read()
+        model.unpack()
+        found, expected = (
+            own.forward(replace(batch_of(own, ((0, 9, 0, 0),), 1, CPU), ids=torch.arange(9)))
+            for own in (model, load(tmp_path / "demo"))
+        )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

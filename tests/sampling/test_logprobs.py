@@ -2,7 +2,7 @@
 
 import torch
 
-from inkcap.sampling.logprobs import logprobs
+from inkcap.sampling.logprobs import logprobs, score
 
 
 def test_values_ranks_and_alternatives_against_float64():
@@ -29,3 +29,11 @@ def test_company_with_other_counts_changes_nothing():
 
 def test_nothing_asked_gives_nothing():
     assert logprobs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), []) == []
+
+
+def test_a_row_that_drew_nothing_is_scored_without_harm():
+    """Its logits are not numbers, which whoever collects the tokens says; a GPU would die of an index of -1."""
+    logits = torch.tensor([[1.0, 2.0, 3.0], [torch.nan] * 3])
+    scored = score(logits, torch.tensor([2, -1]), [1, 1])
+    assert scored.ids[0, 0] == 2
+    assert (scored.ids >= 0).all()

@@ -78,6 +78,9 @@ class StaticConvs:
         k, v = (conv.slots() for conv in self.convs)
         return {**projected, **prefixed("k_sconv", k), **prefixed("v_sconv", v)}
 
+    def unpack(self) -> None:
+        """Nothing is made of the taps."""
+
     def taps(self) -> list[Tensor]:
         """Of keys and of values, [channels, W]."""
         return [conv.taps for conv in self.convs]
@@ -103,6 +106,11 @@ class DynamicConvs:
         renamed = {"k_taps.weight": "k_sconv.dynamic", "v_taps.weight": "v_sconv.dynamic"}
         slots = {renamed.get(name, name): slot for name, slot in projected.items()}
         return {**slots, **prefixed("k_sconv", k), **prefixed("v_sconv", v)}
+
+    def unpack(self) -> None:
+        """Called once the slots are filled."""
+        for conv in self.convs:
+            conv.unpack()
 
     def taps(self) -> list[Tensor]:
         """Of keys and of values, [channels, W], without what tokens add."""

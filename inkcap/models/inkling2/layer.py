@@ -52,7 +52,8 @@ class DecoderLayer:
         return self.attention.code_slots()
 
     def unpack(self) -> None:
-        """Decode what is stored in codes."""
+        """Decode what is stored in codes, and make what is made of the weights."""
+        self.attention.convs.unpack()
         self.mlp.routed.unpack()
 
     def forward(self, stream: BlockStream, batch: Batch) -> None:
