@@ -131,7 +131,7 @@ def run(
     )
     tapped = Tapped(model, wanted)
     with engine_of(config, tapped, device) as engine:
-        tapped.watched = watched or nullcontext()  # after rehearsals, in which nothing has a meaning
+        tapped.watched = watched or nullcontext()  # behind the steps tried at start: they mean nothing
         generate(engine, [tokens], 1, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None))
     with torch.inference_mode():
         return [model.head(torch.stack([tapped.kept[position] for position in each])) for each in wanted]

@@ -36,22 +36,17 @@ class DynamicTaps:
         self.heads = heads
         self.size = size
         self.static = torch.empty(width, heads.count * size, dtype=torch.float32, device=device)
-        self.turned: Tensor | None = None
+        # as `ops.sconv` takes them, the token itself last, [channels, width]: made by `unpack`
+        self.taps = torch.empty(width, heads.count * size, dtype=torch.float32, device=device).t()
 
     def slots(self) -> dict[str, Slot]:
         """`static` [width, channels]."""
         channels = self.heads.times(self.size)
         return {"static": Slot(self.static, (len(self.static), channels.whole), dim=1, start=channels.start)}
 
-    def taps(self) -> Tensor:
-        """The static part as `ops.sconv` takes it, made once: [channels, width], the token itself last."""
-        if self.turned is None:
-            self.turned = self.static.flip(0).t()
-        return self.turned
-
     def unpack(self) -> None:
-        """Called once the slots are filled. What a step made of them before is made again, where it stands."""
-        self.taps().copy_(self.static.flip(0).t())
+        """Called once the slots are filled; captured steps read what this makes, so it stays where it is."""
+        self.taps.copy_(self.static.flip(0).t())
 
     def added(self, projected: Tensor) -> Tensor:
         """A token's projection [T, heads * width] as what `ops.sconv` adds: [T, heads, width]."""

@@ -73,10 +73,3 @@ def range_of(work: Chunk | Continue, table: RowTable) -> tuple[int, int]:
     assert 0 <= work.start < work.stop <= known, f"chunk [{work.start}, {work.stop}) of a row of {known} tokens"
     assert not work.samples or work.stop == known, f"row {work.row} samples at {work.stop} but has {known} tokens"
     return work.start, work.stop
-
-
-def view_of(table: Tensor, block: int, row_of: Tensor, positions: Tensor) -> GroupView:
-    """Where tokens [T] of one cache group go, without planes."""
-    blocks = table[row_of, positions // block].to(torch.int64)  # [T]
-    slots = torch.where(blocks > 0, blocks * block + positions % block, -1)
-    return GroupView(block=block, table=table, slots=slots)

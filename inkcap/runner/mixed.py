@@ -13,8 +13,9 @@ import torch
 
 from inkcap.base.step import Chunk, Continue, StepPlan
 from inkcap.layers.batch import Batch
-from inkcap.ops.values import Packing
-from inkcap.runner.build import range_of, view_of
+from inkcap.ops.rows.ref import slots_of
+from inkcap.ops.values import GroupView, Packing
+from inkcap.runner.build import range_of
 from inkcap.runner.graphs import Graphs, Recorder, Replays
 from inkcap.runner.transfer import upload
 from inkcap.sampling.sampler import Sampled
@@ -130,7 +131,12 @@ class MixedGraphs:
             positions=positions,
             spans=((0, tokens, self.spare, bound - tokens),),
         )
-        views = {group: view_of(table.tables[group], block, row, positions) for group, block in table.groups.items()}
+        tables, blocks = [*table.tables.values()], [*table.groups.values()]
+        slots = slots_of(row, positions, tables, blocks)
+        views = {
+            group: GroupView(block, entries, own)
+            for group, block, entries, own in zip(table.groups, blocks, tables, slots, strict=True)
+        }
         batch = Batch(table.tokens[row, positions].long(), packing, lasts.long(), views, graphs.planes)
         hidden = graphs.model.forward(batch)
         graphs.logits[:sequences] = graphs.model.head(hidden[batch.sampled])

@@ -86,6 +86,7 @@ def build(variant, directory):
         read = Inkling2Config.from_json(json.loads((directory / "config.json").read_text()))
         model = Inkling2(read, Comm.alone(), torch.float32, CPU)
         load(Checkpoint(directory), model.slots(), TABLES, progress=False)
+        model.unpack()
         prompts = [torch.randint(0, 90, (length,)).tolist() for length in (LENGTH, 31, 2)]
         logits = [oracle(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
     return Case(model, prompts, logits)

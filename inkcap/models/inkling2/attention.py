@@ -114,7 +114,7 @@ class DynamicConvs:
 
     def taps(self) -> list[Tensor]:
         """Of keys and of values, [channels, W], without what tokens add."""
-        return [conv.taps() for conv in self.convs]
+        return [conv.taps for conv in self.convs]
 
     def __call__(self, columns: Sequence[Tensor]) -> Convolved:
         """What was projected, in parts."""
