@@ -21,7 +21,7 @@ class Adds:
 class Sees:
     """A read that hands out all sources."""
 
-    def __call__(self, sources):
+    def __call__(self, sources, late):
         return tuple(sources)
 
 
@@ -101,17 +101,17 @@ def test_mixtures_have_one_result_a_query_and_published_shapes():
     assert list(three.slots()) == ["attn_mix.query", *(f"{name}.weight" for name in NAMES)]
     three.slots()["attn_mix.query"].fill(torch.randn(3, 8))
     sources = [torch.randn(4, 8), torch.randn(4, 8)]
-    results = three(sources)
+    results = three(sources, 1)
     assert len(results) == 3
     for n, result in enumerate(results):
         one.slots()["attn_mix.query"].fill(three.queries[n])
         one.slots()["q_norm.weight"].fill(torch.full((8,), n + 1.0))
         assert result.tensor().dtype == torch.bfloat16
-        torch.testing.assert_close(one(sources)[0].tensor(), result.tensor())
+        torch.testing.assert_close(one(sources, 1)[0].tensor(), result.tensor())
 
 
 def test_a_layer_without_mixture_reads_the_sum_under_its_norms():
     reads = RunningSum(NAMES, norms(*NAMES))
-    inputs = reads([ones(1, torch.bfloat16), torch.full((2, 8), 2.0).bfloat16()])
+    inputs = reads([ones(1, torch.bfloat16), torch.full((2, 8), 2.0).bfloat16()], 1)
     assert [x.tensor()[0, 0].item() for x in inputs] == [1, 2, 3]
     assert list(reads.slots()) == [f"{name}.weight" for name in NAMES]
