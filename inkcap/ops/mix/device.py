@@ -10,10 +10,14 @@ import triton
 import triton.language as tl
 
 LATE = 2  # sources at most that may have been written just now
+# of a thread: a program must find room beside those of the kernel before, or nothing is early; what is spilled for it,
+# of early rows, is spilled before the wait
+REGISTERS = 128
 LANES = 128  # channels of a warp in one chunk: four of a lane, 16 bytes in fp32
 # The mixture's square is a sum of products, which lose as many bits as they cancel. Where less than this part of the
 # squares of its terms is left, it is summed again from the mixture itself.
 LEFT = tl.constexpr(1 / 16)
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 NEVER = tl.constexpr("{.reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p trap; mov.b32 $0, $1;}")
 
 
@@ -33,6 +37,15 @@ def loaded(row, at, C: tl.constexpr, BK: tl.constexpr):
         else:
             out += (tl.load(row + j * BK + at, mask=j * BK + at < C, other=0.0),)
     return out
+
+
+@triton.jit
+def announced(row, C: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+    """Have a row [C] in fp32 come to the L2 cache; there are BK / 4 lanes or more."""
+    if PDL:
+        for j in tl.static_range((C + BK * 8 - 1) // (BK * 8)):
+            line = row + tl.minimum((j * (BK // 4) + tl.arange(0, BK // 4)) * 32, C - 1)
+            tl.inline_asm_elementwise(PREFETCH, "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -151,21 +164,27 @@ def mixed(acc, of_acc, late, of_late):
 
 
 @triton.jit
-def ended(late, state, also, query, eps, C: tl.constexpr, EARLY: tl.constexpr):
-    """(what `mixed` multiplies the early sum with, and the late rows; sum of the mixture's squares; sum of exps and top
-    of all scores; each source's score and 1 / rms; sums of `also`, up to two tensors [BK])."""
-    acc, own, total, top, kept = state
+def compared(late, state, query, EARLY: tl.constexpr):
+    """What is left to sum of the inner products that `ended` takes: tensors [BK]."""
     n: tl.constexpr = len(late)
     values = ()
     for i in tl.static_range(n):
         values += (product(late[i], late[i]), product(late[i], query))
     if EARLY:
-        values += (own,)
+        values += (state[1],)
         for i in tl.static_range(n):
-            values += (product(acc, late[i]),)
+            values += (product(state[0], late[i]),)
     if n == 2:
         values += (product(late[0], late[1]),)
-    inner = sums(values + also)
+    return values
+
+
+@triton.jit
+def ended(inner, late, state, eps, C: tl.constexpr, EARLY: tl.constexpr):
+    """(what `mixed` multiplies the early sum with, and the late rows; sum of the mixture's squares; sum of exps and top
+    of all scores; each source's score and 1 / rms); inner: sums of what `compared` leaves."""
+    acc, _, total, top, kept = state
+    n: tl.constexpr = len(late)
     higher = top
     for i in tl.static_range(n):
         factor = tl.rsqrt(inner[2 * i] / C + eps)
@@ -187,12 +206,12 @@ def ended(late, state, also, query, eps, C: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         terms += of_acc * of_acc * inner[2 * n]
     if n == 2:
-        crossed += of_late[0] * of_late[1] * inner[len(values) - 1]
+        crossed += of_late[0] * of_late[1] * inner[7 if EARLY else 4]
     squares = terms + 2.0 * crossed
     if squares < LEFT * terms:
         again = mixed(acc, of_acc, late, of_late)
         squares = tl.sum(product(again, again), 0)
-    return of_acc, of_late, squares, total, higher, kept, inner[len(values) :]
+    return of_acc, of_late, squares, total, higher, kept
 
 
 @triton.jit

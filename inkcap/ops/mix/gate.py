@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.device import begun, ended, fetched, loaded, mixed, product, shape, stored, sums
+from inkcap.ops.mix.device import begun, compared, ended, fetched, loaded, mixed, product, shape, stored, sums
 from inkcap.ops.values import Gates, Norms
 
 FEW = 16  # tokens whose states are multiplied one by one
@@ -75,10 +75,13 @@ def made(
     for i in tl.static_range(len(senders)):
         own_shares += (tl.load(share + i),)
     m = mixed(sent[0], own_shares[0], sent[1:], own_shares[1:])
-    of_acc, of_late, squares, _, _, _, also = ended(late, state, (product(m, m),), query, mix_eps, C, EARLY)
+    values = compared(late, state, query, EARLY)
+    n: tl.constexpr = len(values)
+    inner = sums(values + (product(m, m),))
+    of_acc, of_late, squares, _, _, _ = ended(inner, late, state, mix_eps, C, EARLY)
     z = mixed(state[0], of_acc, late, of_late)
     zn = times(z, tl.rsqrt(squares / C + eps), dtype)
-    return z, zn, times(m, tl.rsqrt(also[0] / C + eps), dtype)
+    return z, zn, times(m, tl.rsqrt(inner[n] / C + eps), dtype)
 
 
 @triton.jit

@@ -11,7 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.device import LATE, begun, ended, fetched, loaded, mixed, scaled, shape, stored, weighted
+from inkcap.ops.mix.device import (
+    LATE,
+    REGISTERS,
+    announced,
+    begun,
+    compared,
+    ended,
+    fetched,
+    loaded,
+    mixed,
+    scaled,
+    shape,
+    stored,
+    sums,
+    weighted,
+)
 from inkcap.ops.mix.gate import FEW, MANY, apply, apply_and_norm, states_of_few, states_of_many
 from inkcap.ops.mix.ref import message_gate, mix, mix_norm, mix_shares
 from inkcap.ops.values import Gates, Normed, Norms
@@ -32,14 +47,17 @@ def mix_kernel(
     at = tl.arange(0, BK)
     query = loaded(queries + number * C, at, C, BK)
     if NORMED:
-        weight = loaded(weights + number * next_weight, at, C, BK)
+        announced(weights + number * next_weight, C, BK, PDL)
     row = out + (number * tl.num_programs(0) + token) * (len(sources) if SHARES else C)
     state = begun(sources, query, token, at, eps, C, BK, EARLY, PDL)
     pdl.wait(PDL)
     if SHARES:
         pdl.trigger(PDL)
     late = fetched(sources, token, at, C, BK, EARLY)
-    of_acc, of_late, squares, total, top, kept, _ = ended(late, state, (), query, eps, C, EARLY)
+    values = compared(late, state, query, EARLY)
+    if NORMED:
+        weight = loaded(weights + number * next_weight, at, C, BK)
+    of_acc, of_late, squares, total, top, kept = ended(sums(values), late, state, eps, C, EARLY)
     if SHARES:
         for i in tl.static_range(len(sources)):
             tl.store(row + i, tl.exp(kept[i][0] - top) / total * kept[i][1])
@@ -74,7 +92,7 @@ def launch(
         tuple(sources), queries, weight, out, eps, 0.0 if norms is None else norms.eps,
         channels if len(weight) > 1 else 0,
         norms is not None, shares, max(0, len(sources) - late), channels, chunk, on,
-        num_warps=warps, **pdl.launch(on),
+        num_warps=warps, maxnreg=REGISTERS, **pdl.launch(on),
     )  # fmt: skip
     return out
 
