@@ -145,7 +145,7 @@ class BlockStream:
     def resume(self, place: Place) -> None:
         """Go on from `place`; the sums written since are forgotten, the state of their convolutions is kept."""
         self.settle()
-        self.blocks, self.partial = list(place.blocks), place.partial
+        self.blocks, self.partial, self.late = list(place.blocks), place.partial, 1
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What another stage needs to go on: the running sum, then the blocks."""

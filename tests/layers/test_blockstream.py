@@ -46,6 +46,30 @@ def test_reads_see_finished_blocks_and_then_the_sum():
     assert [dtype for dtype, _, _ in out.calls] == [None, torch.float32, torch.float32, None]
 
 
+class Counts:
+    """A read that hands out how many sources are of this layer."""
+
+    def __call__(self, sources, late):
+        return late
+
+
+def test_only_the_sum_is_of_this_layer_unless_a_block_was_closed_in_it():
+    stream, out = BlockStream(ones(1)), Adds()
+    seen = []
+    for opens in (True, False, True):
+        seen.append(stream.read(Counts()))
+        if opens:
+            stream.close_block()
+        stream.write(ones(2), out, "conv", "batch")
+        seen.append(stream.read(Counts()))
+        stream.write(ones(3), out, "conv", "batch", ends_layer=True)
+    assert seen == [1, 2, 1, 1, 1, 2]
+    place = stream.place()
+    stream.close_block()
+    stream.resume(place)
+    assert stream.read(Counts()) == 1
+
+
 def test_the_sum_is_rounded_once_a_layer():
     """1 + 2^-8 needs fp32: bf16 has eight bits, and would round it back to 1, twice."""
     stream, out, small = BlockStream(ones(1, torch.bfloat16)), Adds(), ones(2**-8)
