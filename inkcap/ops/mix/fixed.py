@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.device import LATE, loaded, shape, stored
+from inkcap.ops.mix.device import LATE, REGISTERS, loaded, shape, stored
 from inkcap.ops.mix.gate import FEW, STATES, apply, between, made, rows_of_down, states_of_few, store_states
 from inkcap.ops.mix.ref import message_gate, mix_shares
 from inkcap.ops.mix.triton import launch
@@ -77,7 +77,7 @@ def states_of_each(
     pairs_kernel[(tokens, number)](
         tuple(sources), queries, rows, tuple(senders), tuple(shares), pairs, mix_eps, eps,
         channels if len(queries) > 1 else 0, between(rows), max(0, len(sources) - late), channels, chunk, on,
-        num_warps=warps, **pdl.launch(on),
+        num_warps=warps, maxnreg=REGISTERS, **pdl.launch(on),
     )  # fmt: skip
     states_kernel[(triton.cdiv(rank, STATES), tokens, number)](
         pairs, gates.down, states, channels, chunk, rank, STATES, on, num_warps=warps, **pdl.launch(on)

@@ -13,7 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.device import begun, compared, ended, fetched, loaded, mixed, product, shape, stored, sums
+from inkcap.ops.mix.device import (
+    REGISTERS,
+    begun,
+    compared,
+    ended,
+    fetched,
+    loaded,
+    mixed,
+    product,
+    shape,
+    stored,
+    sums,
+)
 from inkcap.ops.values import Gates, Norms
 
 FEW = 16  # tokens whose states are multiplied one by one
@@ -257,7 +269,7 @@ def states_of_few(
         tuple(sources), queries, rows, tuple(senders), tuple(shares), gates.down, states, mix_eps, eps,
         channels if len(queries) > 1 else 0, between(rows), max(0, len(sources) - late),
         channels, chunk, rank, STATES, on,
-        num_warps=warps, **pdl.launch(on),
+        num_warps=warps, maxnreg=REGISTERS, **pdl.launch(on),
     )  # fmt: skip
     return rows, states
 
