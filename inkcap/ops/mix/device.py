@@ -92,33 +92,31 @@ def parted(level):
 
 @triton.jit
 def sums(values):
-    """The sum of each of up to 16 tensors [BK], in one reduction; as many numbers or more."""
-    n: tl.constexpr = len(values)
+    """The sum of each of up to 32 tensors [BK], in one reduction; as many numbers or more."""
     level = values
-    if n > 1:
-        level = paired(level)
-    if n > 2:
-        level = paired(level)
-    if n > 4:
-        level = paired(level)
-    if n > 8:
-        level = paired(level)
+    for _ in tl.static_range(5):
+        if len(level) > 1:
+            level = paired(level)
     total = (tl.sum(level[0], 0),)
-    if n > 8:
-        total = parted(total)
-    if n > 4:
-        total = parted(total)
-    if n > 2:
-        total = parted(total)
-    if n > 1:
-        total = parted(total)
+    for _ in tl.static_range(5):
+        if len(total) < len(values):
+            total = parted(total)
     return total
 
 
 @triton.jit
+def settled(x, PDL: tl.constexpr):
+    """x >= 0, and what it is made of, in place before the dependency wait: without an effect, of a trap that no sum of
+    squares meets, the compiler puts all of it behind the wait."""
+    if PDL:
+        x = tl.inline_asm_elementwise(NEVER, "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
 def begun(sources, query, token, at, eps, C: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """The sum over the first sources, before the dependency wait: (row in chunks, sum of exps, top), and each one's
-    score and 1 / rms. Without any, the row is the query, which is multiplied by zero."""
+    """The sum over the first sources, before the dependency wait: (row in chunks, its squares [BK], sum of exps, top,
+    each source's score and 1 / rms). Without any, the row is the query, which is multiplied by zero."""
     acc, total, top, kept = query, 0.0, -float("inf"), ()
     if EARLY:
         rows, values = (), ()
@@ -156,7 +154,7 @@ def mixed(acc, of_acc, late, of_late):
     """The mixture in chunks, fp32: `of_acc` times the early sum and `of_late` times the other rows."""
     out = ()
     for j in tl.static_range(len(acc)):
-        part = acc[j] * of_acc
+        part = acc[j].to(tl.float32) * of_acc
         for i in tl.static_range(len(late)):
             part += late[i][j].to(tl.float32) * of_late[i]
         out += (part,)
@@ -212,15 +210,6 @@ def ended(inner, late, state, eps, C: tl.constexpr, EARLY: tl.constexpr):
         again = mixed(acc, of_acc, late, of_late)
         squares = tl.sum(product(again, again), 0)
     return of_acc, of_late, squares, total, higher, kept
-
-
-@triton.jit
-def settled(x, PDL: tl.constexpr):
-    """x >= 0, and what it is made of, in place before the dependency wait: without an effect, of a trap that no sum of
-    squares meets, the compiler puts all of it behind the wait."""
-    if PDL:
-        x = tl.inline_asm_elementwise(NEVER, "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
-    return x
 
 
 @triton.jit
