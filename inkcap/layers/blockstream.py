@@ -20,8 +20,9 @@ Inputs = tuple[Normed, ...]
 class Reads(Protocol):
     """How a sublayer reads the stream."""
 
-    def __call__(self, sources: list[Tensor]) -> Inputs:
-        """Finished blocks and the running sum last, [T, C] each, to the sublayer's inputs [T, C]."""
+    def __call__(self, sources: list[Tensor], late: int) -> Inputs:
+        """Finished blocks and the running sum last, [T, C] each, to the sublayer's inputs [T, C]; `late` of them, from
+        the end, are of this layer."""
         ...
 
 
@@ -60,9 +61,9 @@ class BlockMix:
         target = self.queries if len(self.queries) > 1 else self.queries[0]
         return {f"{self.name}.query": Slot(target, tuple(target.shape)), **norm_slots(self.norm_names, self.norms)}
 
-    def __call__(self, sources: list[Tensor]) -> Inputs:
+    def __call__(self, sources: list[Tensor], late: int) -> Inputs:
         """One input for each query."""
-        return mix_norm(sources, self.queries, self.eps, self.norms)
+        return mix_norm(sources, self.queries, self.eps, self.norms, late)
 
 
 class RunningSum:
@@ -76,7 +77,7 @@ class RunningSum:
         """The weights of the norms."""
         return norm_slots(self.norm_names, self.norms)
 
-    def __call__(self, sources: list[Tensor]) -> Inputs:
+    def __call__(self, sources: list[Tensor], late: int) -> Inputs:
         """The last source, once for each norm."""
         return self.norms.later([sources[-1]] * len(self.norm_names))
 
@@ -100,6 +101,7 @@ class BlockStream:
         self.blocks: list[Tensor] = []
         self.partial: Tensor | None = hidden  # None: a block was closed and nothing is written since
         self.undone: Callable[[], Tensor] | None = None
+        self.late = 1  # sources that may have been written since the last layer's experts began
 
     def write(
         self, rows: Value, out: Settles[Value], conv: ShortConv, batch: Batch, *, ends_layer: bool = False
@@ -109,6 +111,8 @@ class BlockStream:
         `rows` is what the sublayer's last product `out` multiplies. Settled in `batch`, so in the writer's visit.
         """
         self.settle()
+        if ends_layer:
+            self.late = 1
         base, dtype = self.partial, self.dtype if ends_layer else torch.float32
         self.undone = lambda: out.settle(rows, base, conv, batch, dtype=dtype)[0]
 
@@ -126,12 +130,13 @@ class BlockStream:
 
     def read(self, reads: Reads) -> Inputs:
         """What `reads` makes of the blocks and the running sum."""
-        return reads([*self.blocks, self.current()])
+        return reads([*self.blocks, self.current()], self.late)
 
     def close_block(self) -> None:
         """The running sum becomes a finished block; the next write begins a new sum."""
         self.blocks.append(self.current())
         self.partial = None
+        self.late = 2
 
     def place(self) -> Place:
         """Where the stream stands between two layers."""
@@ -140,7 +145,7 @@ class BlockStream:
     def resume(self, place: Place) -> None:
         """Go on from `place`; the sums written since are forgotten, the state of their convolutions is kept."""
         self.settle()
-        self.blocks, self.partial = list(place.blocks), place.partial
+        self.blocks, self.partial, self.late = list(place.blocks), place.partial, 1
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What another stage needs to go on: the running sum, then the blocks."""

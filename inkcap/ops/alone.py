@@ -256,6 +256,7 @@ def message_gate_alone(
     shares: Sequence[Tensor],
     gates: Gates,
     norms: Norms,
+    late: int = 2,
 ) -> tuple[Normed, ...]:
     """`message_gate` of the reference."""
     first, second = len(sources), len(sources) + len(senders)

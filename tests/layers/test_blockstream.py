@@ -21,7 +21,7 @@ class Adds:
 class Sees:
     """A read that hands out all sources."""
 
-    def __call__(self, sources):
+    def __call__(self, sources, late):
         return tuple(sources)
 
 
@@ -44,6 +44,30 @@ def test_reads_see_finished_blocks_and_then_the_sum():
     stream.write(ones(5), out, "conv", "batch")
     assert [source[0, 0].item() for source in stream.read(Sees())] == [1, 9, 5]
     assert [dtype for dtype, _, _ in out.calls] == [None, torch.float32, torch.float32, None]
+
+
+class Counts:
+    """A read that hands out how many sources are of this layer."""
+
+    def __call__(self, sources, late):
+        return late
+
+
+def test_only_the_sum_is_of_this_layer_unless_a_block_was_closed_in_it():
+    stream, out = BlockStream(ones(1)), Adds()
+    seen = []
+    for opens in (True, False, True):
+        seen.append(stream.read(Counts()))
+        if opens:
+            stream.close_block()
+        stream.write(ones(2), out, "conv", "batch")
+        seen.append(stream.read(Counts()))
+        stream.write(ones(3), out, "conv", "batch", ends_layer=True)
+    assert seen == [1, 2, 1, 1, 1, 2]
+    place = stream.place()
+    stream.close_block()
+    stream.resume(place)
+    assert stream.read(Counts()) == 1
 
 
 def test_the_sum_is_rounded_once_a_layer():
@@ -101,17 +125,17 @@ def test_mixtures_have_one_result_a_query_and_published_shapes():
     assert list(three.slots()) == ["attn_mix.query", *(f"{name}.weight" for name in NAMES)]
     three.slots()["attn_mix.query"].fill(torch.randn(3, 8))
     sources = [torch.randn(4, 8), torch.randn(4, 8)]
-    results = three(sources)
+    results = three(sources, 1)
     assert len(results) == 3
     for n, result in enumerate(results):
         one.slots()["attn_mix.query"].fill(three.queries[n])
         one.slots()["q_norm.weight"].fill(torch.full((8,), n + 1.0))
         assert result.tensor().dtype == torch.bfloat16
-        torch.testing.assert_close(one(sources)[0].tensor(), result.tensor())
+        torch.testing.assert_close(one(sources, 1)[0].tensor(), result.tensor())
 
 
 def test_a_layer_without_mixture_reads_the_sum_under_its_norms():
     reads = RunningSum(NAMES, norms(*NAMES))
-    inputs = reads([ones(1, torch.bfloat16), torch.full((2, 8), 2.0).bfloat16()])
+    inputs = reads([ones(1, torch.bfloat16), torch.full((2, 8), 2.0).bfloat16()], 1)
     assert [x.tensor()[0, 0].item() for x in inputs] == [1, 2, 3]
     assert list(reads.slots()) == [f"{name}.weight" for name in NAMES]

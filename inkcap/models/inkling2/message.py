@@ -55,10 +55,16 @@ class MessageGates:
         return partial(self.gated, reads, self.mlp, messages.sources, messages.shares[3:])
 
     def gated(
-        self, reads: BlockMix, gates: Gates, senders: list[Tensor], shares: tuple[Tensor, ...], sources: list[Tensor]
+        self,
+        reads: BlockMix,
+        gates: Gates,
+        senders: list[Tensor],
+        shares: tuple[Tensor, ...],
+        sources: list[Tensor],
+        late: int,
     ) -> Inputs:
         """Mixtures of `sources` with messages of `senders` let in."""
-        return message_gate(sources, reads.queries, reads.eps, senders, shares, gates, reads.norms)
+        return message_gate(sources, reads.queries, reads.eps, senders, shares, gates, reads.norms, late)
 
 
 class Messenger:

@@ -1,6 +1,6 @@
 """Mixtures of a loop in deterministic mode on a GPU: what a few tokens' kernels compute, for any number of tokens.
 
-A few tokens' states are made by one kernel, which makes the mixture over and over. Many take the same sums from rows
+A few tokens' states are made by one kernel, which makes the mixture over and over. Many take the same sums from pairs
 that are made once.
 """
 
@@ -12,54 +12,77 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.gate import FEW, STATES, apply, between, pair_kernel, states_of_few
+from inkcap.ops.mix.device import LATE, REGISTERS, loaded, shape, stored
+from inkcap.ops.mix.gate import FEW, STATES, apply, between, made, rows_of_down, states_of_few, store_states
 from inkcap.ops.mix.ref import message_gate, mix_shares
 from inkcap.ops.mix.triton import launch
 from inkcap.ops.norm.ref import rms_norm
 from inkcap.ops.values import Gates, Normed, Norms
 
-WARPS = 8  # of the kernel for a few tokens, whose sums these are
+
+@triton.jit
+def pairs_kernel(
+    sources, queries, rows, senders, shares, pairs, mix_eps, eps, next_query, next_rows,
+    EARLY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Mixtures, rows [1 or G, T, C], and what `down` multiplies, pairs [G, T, 2 C]."""
+    pdl.trigger(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    gate = tl.program_id(1)
+    at = tl.arange(0, BK)
+    z, zn, mn = made(
+        sources, queries, senders, shares, gate, token, at, mix_eps, eps, next_query,
+        EARLY, C, BK, pairs.dtype.element_ty, PDL,
+    )  # fmt: skip
+    if (gate == 0) | (next_rows > 0):
+        stored(rows + gate * next_rows + token * C, z, at, C, BK)
+    own = pairs + (gate * tl.num_programs(0) + token) * (2 * C)
+    stored(own, zn, at, C, BK)
+    stored(own + C, mn, at, C, BK)
 
 
 @triton.jit
 def states_kernel(
-    pairs, down, states, C: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr
+    pairs, down, states, C: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr
 ):
-    """BR states [G, T, R] of one gate and token, from its rounded rows [G, T, 2 C]; summed as in gate.py."""
+    """BR states [G, T, R] of one gate and token, from its pair; summed as in gate.py."""
     pdl.trigger(PDL)
     token = tl.program_id(1).to(tl.int64)
     gate = tl.program_id(2)
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    at = tl.arange(0, BLOCK)
-    held = at < C
-    w = down + (gate * R + r)[:, None] * (2 * C) + at[None, :]
-    inside = (r < R)[:, None] & held[None, :]
-    of_row = tl.load(w, mask=inside, other=0.0)
-    of_message = tl.load(w + C, mask=inside, other=0.0)
+    first = tl.program_id(0) * BR
+    at = tl.arange(0, BK)
+    w = rows_of_down(down + gate * (R * 2 * C), first, at, C, BK, R, BR)
     pdl.wait(PDL)
-    own = pairs + (gate * tl.num_programs(1) + token) * (2 * C) + at
-    zn = tl.load(own, mask=held, other=0.0).to(tl.float32)
-    mn = tl.load(own + C, mask=held, other=0.0).to(tl.float32)
-    out = tl.sum(of_row.to(tl.float32) * zn[None, :] + of_message.to(tl.float32) * mn[None, :], 1)
-    tl.store(states + (gate * tl.num_programs(1) + token) * R + r, out.to(states.dtype.element_ty), mask=r < R)
+    own = pairs + (gate * tl.num_programs(1) + token) * (2 * C)
+    zn, mn = loaded(own, at, C, BK), loaded(own + C, at, C, BK)
+    store_states(states + (gate * tl.num_programs(1) + token) * R, first, w, zn, mn, R, BR)
 
 
-def states_of_many(
-    rows: Tensor, senders: Sequence[Tensor], shares: Sequence[Tensor], gates: Gates, eps: float
-) -> Tensor:
-    """States [G, T, R] of known mixtures, with the bits of `states_of_few`."""
-    (number, rank, _), (_, tokens, channels), on = gates.down.shape, rows.shape, pdl.supported(rows.device)
+def states_of_each(
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    mix_eps: float,
+    senders: Sequence[Tensor],
+    shares: Sequence[Tensor],
+    gates: Gates,
+    eps: float,
+    late: int,
+) -> tuple[Tensor, Tensor]:
+    """Mixtures and states with the bits of `states_of_few`, for many tokens."""
+    (number, rank, _), (tokens, channels), on = gates.down.shape, sources[0].shape, pdl.supported(queries.device)
+    rows = torch.empty(len(queries), tokens, channels, dtype=torch.float32, device=queries.device)
     pairs = torch.empty(number, tokens, 2 * channels, dtype=gates.down.dtype, device=rows.device)
     states = torch.empty(number, tokens, rank, dtype=gates.down.dtype, device=rows.device)
-    block = triton.next_power_of_2(channels)
-    pair_kernel[(tokens, number)](
-        rows, tuple(senders), tuple(shares), pairs, eps, between(rows), channels, block, on,
-        num_warps=WARPS, **pdl.launch(on),
+    warps, chunk = shape(channels)
+    pairs_kernel[(tokens, number)](
+        tuple(sources), queries, rows, tuple(senders), tuple(shares), pairs, mix_eps, eps,
+        channels if len(queries) > 1 else 0, between(rows), max(0, len(sources) - late), channels, chunk, on,
+        num_warps=warps, maxnreg=REGISTERS, **pdl.launch(on),
     )  # fmt: skip
     states_kernel[(triton.cdiv(rank, STATES), tokens, number)](
-        pairs, gates.down, states, channels, block, rank, STATES, on, num_warps=WARPS, **pdl.launch(on)
+        pairs, gates.down, states, channels, chunk, rank, STATES, on, num_warps=warps, **pdl.launch(on)
     )
-    return states
+    return rows, states
 
 
 @mix_shares.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
@@ -78,14 +101,11 @@ def message_gate_fixed(
     shares: Sequence[Tensor],
     gates: Gates,
     norms: Norms,
+    late: int = LATE,
 ) -> tuple[Normed, ...]:
     """`message_gate` of the reference."""
-    if len(sources[0]) <= FEW:
-        rows, states = states_of_few(sources, queries, eps, senders, shares, gates, norms.eps)
-    else:
-        rows = torch.empty(len(queries), *sources[0].shape, dtype=torch.float32, device=queries.device)
-        launch(sources, queries, eps, rows, None, shares=False, warps=WARPS)
-        states = states_of_many(rows, senders, shares, gates, norms.eps)
+    make = states_of_few if len(sources[0]) <= FEW else states_of_each
+    rows, states = make(sources, queries, eps, senders, shares, gates, norms.eps, late)
     gated = apply(rows, senders, shares, gates, states, fixed=True)
     if len(norms.weight) == 1:  # one launch for all
         return norms.done(rms_norm(gated, norms.weight[0], norms.eps, norms.dtype))

@@ -13,7 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.device import LATE, begun, ended, fetched
+from inkcap.ops.mix.device import (
+    REGISTERS,
+    begun,
+    compared,
+    ended,
+    fetched,
+    loaded,
+    mixed,
+    product,
+    shape,
+    stored,
+    sums,
+)
 from inkcap.ops.values import Gates, Norms
 
 FEW = 16  # tokens whose states are multiplied one by one
@@ -50,36 +62,82 @@ def unit(x, eps, C: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def times(row, factor, dtype: tl.constexpr):
+    """A row in chunks times a number, rounded."""
+    out = ()
+    for j in tl.static_range(len(row)):
+        out += ((row[j] * factor).to(dtype),)
+    return out
+
+
+@triton.jit
+def made(
+    sources, queries, senders, shares, gate, token, at, mix_eps, eps, next_query,
+    EARLY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, dtype: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The mixture that a gate lets its message into, fp32, and what `down` multiplies: it and the message over their
+    rms, rounded; in chunks. The dependency wait is in here."""
+    query = loaded(queries + gate * next_query, at, C, BK)
+    state = begun(sources, query, token, at, mix_eps, C, BK, EARLY, PDL)
+    sent = fetched(senders, token, at, C, BK, 0)
+    pdl.wait(PDL)
+    late = fetched(sources, token, at, C, BK, EARLY)
+    share = share_of(shares, gate) + token * len(senders)
+    own_shares = ()
+    for i in tl.static_range(len(senders)):
+        own_shares += (tl.load(share + i),)
+    m = mixed(sent[0], own_shares[0], sent[1:], own_shares[1:])
+    values = compared(late, state, query, EARLY)
+    n: tl.constexpr = len(values)
+    values += (product(m, m),)
+    inner = sums(values)
+    of_acc, of_late, squares, _, _, _ = ended(inner, late, state, mix_eps, C, EARLY)
+    z = mixed(state[0], of_acc, late, of_late)
+    zn = times(z, tl.rsqrt(squares / C + eps), dtype)
+    return z, zn, times(m, tl.rsqrt(inner[n] / C + eps), dtype)
+
+
+@triton.jit
+def rows_of_down(down, first, at, C: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
+    """BR rows of a gate's `down` [R, 2 C] from `first` on, each as two rows in chunks; what does not exist repeated."""
+    out = ()
+    for i in tl.static_range(BR):
+        row = down + tl.minimum(first + i, R - 1) * (2 * C)
+        out += ((loaded(row, at, C, BK), loaded(row + C, at, C, BK)),)
+    return out
+
+
+@triton.jit
+def store_states(to, first, w, zn, mn, R: tl.constexpr, BR: tl.constexpr):
+    """BR states of one gate and token, of which `to` [R] are all."""
+    values = ()
+    for i in tl.static_range(BR):
+        values += (product(w[i][0], zn) + product(w[i][1], mn),)
+    out = sums(values)
+    for i in tl.static_range(BR):
+        tl.store(to + first + i, out[i].to(to.dtype.element_ty), mask=first + i < R)
+
+
+@triton.jit
 def states_kernel(
     sources, queries, rows, senders, shares, down, states, mix_eps, eps, next_query, next_rows,
-    EARLY: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The mixture that a gate lets its message into, rows [1 or G, T, C], and BR states of one gate and token:
     states [G, T, R]. Every program makes the mixture for itself; the first of a gate leaves it."""
     pdl.trigger(PDL)
     token = tl.program_id(1).to(tl.int64)
     gate = tl.program_id(2)
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    at = tl.arange(0, BLOCK)
-    held = at < C
-    w = down + (gate * R + r)[:, None] * (2 * C) + at[None, :]
-    inside = (r < R)[:, None] & held[None, :]
-    of_row = tl.load(w, mask=inside, other=0.0)
-    of_message = tl.load(w + C, mask=inside, other=0.0)
-    query = tl.load(queries + gate * next_query + at, mask=held, other=0.0)
-    state, kept = begun(sources, query, token, at, held, mix_eps, C, EARLY)
-    pdl.wait(PDL)
-    late = fetched(sources, token, at, held, C, EARLY)
-    m = message(senders, share_of(shares, gate), token + at * 0, at, held, C)
-    state, kept = ended(late, state, kept, query, mix_eps, C)
-    z, total, _ = state
-    z /= total
-    if (tl.program_id(0) == 0) & ((gate == 0) | (next_rows > 0)):
-        tl.store(rows + gate * next_rows + token * C + at, z, mask=held)
-    zn = unit(z, eps, C, down.dtype.element_ty).to(tl.float32)
-    mn = unit(m, eps, C, down.dtype.element_ty).to(tl.float32)
-    out = tl.sum(of_row.to(tl.float32) * zn[None, :] + of_message.to(tl.float32) * mn[None, :], 1)
-    tl.store(states + (gate * tl.num_programs(1) + token) * R + r, out.to(states.dtype.element_ty), mask=r < R)
+    first = tl.program_id(0) * BR
+    at = tl.arange(0, BK)
+    w = rows_of_down(down + gate * (R * 2 * C), first, at, C, BK, R, BR)
+    z, zn, mn = made(
+        sources, queries, senders, shares, gate, token, at, mix_eps, eps, next_query,
+        EARLY, C, BK, down.dtype.element_ty, PDL,
+    )  # fmt: skip
+    if (first == 0) & ((gate == 0) | (next_rows > 0)):
+        stored(rows + gate * next_rows + token * C, z, at, C, BK)
+    store_states(states + (gate * tl.num_programs(1) + token) * R, first, w, zn, mn, R, BR)
 
 
 @triton.jit
@@ -104,7 +162,7 @@ def tanh(x):
 
 
 @triton.jit
-def product(states, w, BT: tl.constexpr):
+def raised(states, w, BT: tl.constexpr):
     """States [BT, R] times w [BC, R], fp32."""
     if BT == 1:
         out = tl.sum(states.to(tl.float32) * w.to(tl.float32), 1)[None, :]
@@ -117,8 +175,8 @@ def product(states, w, BT: tl.constexpr):
 def gated(rows, m, states, forget, gain, token, at, inside, C: tl.constexpr, BT: tl.constexpr):
     """The gated tile [BT, BC]; m is its message, forget and gain [BC, R] those of its channels."""
     own = tl.load(rows + token * C + at, mask=inside, other=0.0)
-    kept = 1.0 - tanh(product(states, forget, BT))
-    gained = tanh(product(states, gain, BT))
+    kept = 1.0 - tanh(raised(states, forget, BT))
+    gained = tanh(raised(states, gain, BT))
     return kept * own + gained * m
 
 
@@ -200,16 +258,18 @@ def states_of_few(
     shares: Sequence[Tensor],
     gates: Gates,
     eps: float,
+    late: int,
 ) -> tuple[Tensor, Tensor]:
     """Mixtures [Q, T, C] fp32, and states [G, T, R], token by token."""
     (number, rank, _), (tokens, channels), on = gates.down.shape, sources[0].shape, pdl.supported(queries.device)
     rows = torch.empty(len(queries), tokens, channels, dtype=torch.float32, device=queries.device)
     states = torch.empty(number, tokens, rank, dtype=gates.down.dtype, device=rows.device)
+    warps, chunk = shape(channels)
     states_kernel[(triton.cdiv(rank, STATES), tokens, number)](
         tuple(sources), queries, rows, tuple(senders), tuple(shares), gates.down, states, mix_eps, eps,
-        channels if len(queries) > 1 else 0, between(rows), max(0, len(sources) - LATE),
-        channels, triton.next_power_of_2(channels), rank, STATES, on,
-        num_warps=8, **pdl.launch(on),
+        channels if len(queries) > 1 else 0, between(rows), max(0, len(sources) - late),
+        channels, chunk, rank, STATES, on,
+        num_warps=warps, maxnreg=REGISTERS, **pdl.launch(on),
     )  # fmt: skip
     return rows, states
 

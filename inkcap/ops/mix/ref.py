@@ -30,8 +30,11 @@ def mix(sources: Sequence[Tensor], queries: Tensor, eps: float) -> Tensor:
 
 
 @op
-def mix_norm(sources: Sequence[Tensor], queries: Tensor, eps: float, norms: Norms) -> tuple[Normed, ...]:
-    """Mixtures and the norm behind each, one for each query: [T, C], rounded once, by whoever norms."""
+def mix_norm(sources: Sequence[Tensor], queries: Tensor, eps: float, norms: Norms, late: int = 2) -> tuple[Normed, ...]:
+    """Mixtures and the norm behind each, one for each query: [T, C], rounded once, by whoever norms.
+
+    late: so many of the last sources may have been written since the last router or first half of experts ran.
+    """
     return norms.later(mix(sources, queries, eps))
 
 
@@ -54,13 +57,15 @@ def message_gate(
     shares: Sequence[Tensor],
     gates: Gates,
     norms: Norms,
+    late: int = 2,
 ) -> tuple[Normed, ...]:
     """(1 - tanh(forget u)) mixture + tanh(gain u) message, where u = down [rms(mixture) | rms(message)]; then normed.
 
     sources, eps: of `mix`; queries: [G, C] for G gates, or [1, C] for all of them; senders: [T, C] each; shares: [T, S]
     fp32 for each gate, of which its message is made as in `mix_shares`. What `down` multiplies and its result are
     rounded to its dtype, everything else is fp32. The message enters the sum as it is, not normed. All other norms have
-    the eps of `norms`. Returns [T, C] for each gate.
+    the eps of `norms`. late: of `mix_norm`.
+    Returns [T, C] for each gate.
     """
     gated, rows = [], mix(sources, queries, eps)
     for i, share in enumerate(shares):

@@ -11,7 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.mix.device import LATE, begun, ended, fetched
+from inkcap.ops.mix.device import (
+    LATE,
+    REGISTERS,
+    announced,
+    begun,
+    compared,
+    ended,
+    fetched,
+    loaded,
+    mixed,
+    scaled,
+    shape,
+    stored,
+    sums,
+    weighted,
+)
 from inkcap.ops.mix.gate import FEW, MANY, apply, apply_and_norm, states_of_few, states_of_many
 from inkcap.ops.mix.ref import message_gate, mix, mix_norm, mix_shares
 from inkcap.ops.values import Gates, Normed, Norms
@@ -20,32 +35,41 @@ from inkcap.ops.values import Gates, Normed, Norms
 @triton.jit
 def mix_kernel(
     sources, queries, weights, out, eps, norm_eps, next_weight,
-    NORMED: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    NORMED: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [Q, T, C]: the mixture, RMS-normed where NORMED; with SHARES out [Q, T, S]: what it is made of."""
-    pdl.trigger(PDL)
+    """Writes out [Q, T, C]: the mixture, RMS-normed where NORMED; with SHARES out [Q, T, S]: what it is made of, and
+    triggers behind its wait, so that gates may read the sources early."""
+    if not SHARES:
+        pdl.trigger(PDL)
     token = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    held = at < C
-    query = tl.load(queries + number * C + at, mask=held, other=0.0)
+    at = tl.arange(0, BK)
+    query = loaded(queries + number * C, at, C, BK)
     if NORMED:
-        weight = tl.load(weights + number * next_weight + at, mask=held, other=0.0)
-    row = (number * tl.num_programs(0) + token) * (len(sources) if SHARES else C)
-    state, kept = begun(sources, query, token, at, held, eps, C, EARLY)
+        announced(weights + number * next_weight, C, BK, PDL)
+    row = out + (number * tl.num_programs(0) + token) * (len(sources) if SHARES else C)
+    state = begun(sources, query, token, at, eps, C, BK, EARLY, PDL)
     pdl.wait(PDL)
-    late = fetched(sources, token, at, held, C, EARLY)
-    state, kept = ended(late, state, kept, query, eps, C)
-    acc, total, top = state
+    if SHARES:
+        pdl.trigger(PDL)
+    late = fetched(sources, token, at, C, BK, EARLY)
+    values = compared(late, state, query, EARLY)
+    if NORMED:
+        weight = loaded(weights + number * next_weight, at, C, BK)
+    of_acc, of_late, squares, total, top, kept = ended(sums(values), late, state, eps, C, EARLY)
     if SHARES:
         for i in tl.static_range(len(sources)):
-            tl.store(out + row + i, tl.exp(kept[i][0] - top) / total * kept[i][1])
+            tl.store(row + i, tl.exp(kept[i][0] - top) / total * kept[i][1])
     else:
-        acc /= total
         if NORMED:
-            acc *= tl.rsqrt(tl.sum(acc * acc, 0) / C + norm_eps) * weight
-        tl.store(out + row + at, acc.to(out.dtype.element_ty), mask=held)
+            factor = tl.rsqrt(squares / C + norm_eps)
+            of_acc *= factor
+            of_late = scaled(of_late, factor)
+        made = mixed(state[0], of_acc, late, of_late)
+        if NORMED:
+            made = weighted(made, weight)
+        stored(row, made, at, C, BK)
 
 
 def launch(
@@ -56,19 +80,19 @@ def launch(
     norms: Norms | None,
     *,
     shares: bool,
-    warps: int | None = None,
+    late: int = LATE,
 ) -> Tensor:
     """Launch `mix_kernel` for one token or more; returns `out`."""
     (tokens, channels), on = sources[0].shape, pdl.supported(queries.device)
     for source in sources:
         assert source.is_contiguous(), f"a source has strides {source.stride()}; the kernel needs whole rows"
     weight = queries if norms is None else norms.weight
-    block = triton.next_power_of_2(channels)
+    warps, chunk = shape(channels)
     mix_kernel[(tokens, len(queries))](
         tuple(sources), queries, weight, out, eps, 0.0 if norms is None else norms.eps,
         channels if len(weight) > 1 else 0,
-        norms is not None, shares, max(0, len(sources) - LATE), channels, block, on,
-        num_warps=warps or max(1, min(16, block // 512)), **pdl.launch(on),
+        norms is not None, shares, max(0, len(sources) - late), channels, chunk, on,
+        num_warps=warps, maxnreg=REGISTERS, **pdl.launch(on),
     )  # fmt: skip
     return out
 
@@ -81,10 +105,12 @@ def mix_triton(sources: Sequence[Tensor], queries: Tensor, eps: float) -> Tensor
 
 
 @mix_norm.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
-def mix_norm_triton(sources: Sequence[Tensor], queries: Tensor, eps: float, norms: Norms) -> tuple[Normed, ...]:
+def mix_norm_triton(
+    sources: Sequence[Tensor], queries: Tensor, eps: float, norms: Norms, late: int = LATE
+) -> tuple[Normed, ...]:
     """`mix_norm` of the reference; the inputs come normed."""
     out = torch.empty(len(queries), *sources[0].shape, dtype=norms.dtype, device=queries.device)
-    return norms.done(launch(sources, queries, eps, out, norms, shares=False) if out.numel() else out)
+    return norms.done(launch(sources, queries, eps, out, norms, shares=False, late=late) if out.numel() else out)
 
 
 @mix_shares.implement("triton", when=lambda device: device.type == "cuda")
@@ -106,11 +132,12 @@ def message_gate_triton(
     shares: Sequence[Tensor],
     gates: Gates,
     norms: Norms,
+    late: int = LATE,
 ) -> tuple[Normed, ...]:
     """`message_gate` of the reference. The inputs of many tokens come normed."""
     tokens = len(sources[0])
     if tokens <= FEW:
-        rows, states = states_of_few(sources, queries, eps, senders, shares, gates, norms.eps)
+        rows, states = states_of_few(sources, queries, eps, senders, shares, gates, norms.eps, late)
     else:
         rows = mix_triton(sources, queries, eps)
         states = states_of_many(rows, senders, shares, gates, norms.eps)
