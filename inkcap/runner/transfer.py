@@ -1,12 +1,17 @@
 """Numbers between host and device without waiting: lists to the device, and a step's results back."""
 
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from inkcap.ops.sample.ref import TURNS
+
+SLOTS = 8  # draws whose tokens the host may still have to read; two are in flight
 HOST = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 WHOLE = {torch.int32: "i", torch.int64: "q"}  # as struct spells them
 
@@ -41,7 +46,63 @@ class Download:
 
     def wait(self) -> Sequence[Tensor]:
         """The tensors, in the order given. From any thread."""
-        if self.event is not None:
-            with torch.cuda.device(self.event.device):  # a thread starts with the first one, where it may have no part
-                self.event.synchronize()
+        reach(self.event)
         return self.tensors
+
+
+class Board:
+    """Where captured draws leave their tokens for the host, so that no copy stands on the stream between two steps.
+
+    The kernel that chooses a token writes it to `words`, pinned memory. A graph writes to the same addresses whenever
+    it runs, so draws are counted on the device, in `turn`, and take the slots in turn; the host counts along. See
+    `draw_next`. A slot is written again only when the host has read it, and a word that is not of the draw that it was
+    read for, because it was read too early or too late, fails the step.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        """For draws of up to `most` tokens."""
+        self.words = torch.zeros(SLOTS, most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.queued = 0  # what `turn` is once all that was queued has run
+        self.held: deque[Posted] = deque()  # of the latest draws, one for each slot
+
+    def post(self, draw: Callable[[], None], places: slice | list[int]) -> "Posted":
+        """Queue a draw. Gives the tokens of the entries at `places`."""
+        if len(self.held) == SLOTS:
+            self.held.popleft().wait()  # the draw takes its slot; read long ago, unless nobody did
+        draw()
+        self.queued = (self.queued + 1) % TURNS
+        posted = Posted(self.words[self.queued % SLOTS], places, self.queued, self.turn.device)
+        self.held.append(posted)
+        return posted
+
+
+class Posted:
+    """Tokens that a draw leaves on the board."""
+
+    def __init__(self, words: Tensor, places: slice | list[int], turn: int, device: torch.device) -> None:
+        self.words, self.places, self.turn = words, places, turn
+        self.lock = Lock()
+        self.tokens: Tensor | None = None
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def wait(self) -> Sequence[Tensor]:
+        """The tokens [S] int64, alone in a list as of a Download. From any thread."""
+        with self.lock:
+            if self.tokens is None:
+                reach(self.event)
+                words = self.words[self.places]
+                if (found := words >> 32).ne(self.turn).any():
+                    raise RuntimeError(f"tokens of draw {self.turn} are of draws {found.unique().tolist()}")
+                self.tokens = (words << 32) >> 32  # the low half and its sign
+            return [self.tokens]
+
+
+def reach(event: torch.cuda.Event | None) -> None:
+    """Wait for an event of a GPU, in any thread."""
+    if event is not None:
+        with torch.cuda.device(event.device):  # a thread starts with the first one, where it may have no part
+            event.synchronize()

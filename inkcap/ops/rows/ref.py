@@ -54,7 +54,6 @@ def spread(
     return tokens[row, positions].long(), row_of, positions, slots_of(row, positions, tables, blocks)
 
 
-@op
 def append_tokens(rows: Tensor, drawn: Tensor, tokens: Tensor, lengths: Tensor, spare: int) -> None:
     """Add `drawn` [T] int64 to `rows` [T] int32, one token each; entries whose row is `spare` add nothing.
 

@@ -1,6 +1,7 @@
-"""Both ends of a decode step, and the beginning of any other, in one launch each. The floor is that of a launch.
+"""The beginning of a step in one launch, whose floor is that of a launch.
 
-`newest` and `spread` must not be launched so that they overlap with what ran before: they are the first of a step.
+`newest` and `spread` must not be launched so that they overlap with what ran before: they are the first of a step. The
+kernel behind `newest` may start with it: that one reads ids, so it waits, and lets nothing start before it has.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkcap.ops.rows.ref import append_tokens, newest, spread
+from inkcap.ops import pdl
+from inkcap.ops.rows.ref import newest, spread
 
 MOST_GROUPS = 3
 SPREAD = 64  # tokens of a program
@@ -29,7 +31,9 @@ def newest_kernel(
     table0, table1, table2, stride0, stride1, stride2,
     T, capacity,
     BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.trigger(PDL)
     at = tl.arange(0, WIDE)
     inside = at < T
     row = tl.load(rows + at, mask=inside, other=0).to(tl.int64)
@@ -96,7 +100,8 @@ def newest_triton(
     given, strides, sizes = padded(tables, blocks, rows)
     newest_kernel[(1,)](
         rows, tokens, lengths, ids, positions, first, slots, *given, *strides, count, tokens.stride(0),
-        *sizes, GROUPS=groups, WIDE=triton.next_power_of_2(count), num_warps=1 if count <= 64 else 4,
+        *sizes, GROUPS=groups, WIDE=triton.next_power_of_2(count), PDL=pdl.supported(rows.device),
+        num_warps=1 if count <= 64 else 4,
     )  # fmt: skip
     return ids, positions, first, list(slots)
 
@@ -123,23 +128,3 @@ def spread_triton(
         *sizes, GROUPS=len(tables), RP=triton.next_power_of_2(len(tokens)), BT=SPREAD, num_warps=4,
     )  # fmt: skip
     return ids, row_of, positions, [own[:count] for own in slots]
-
-
-@triton.jit
-def append_kernel(rows, drawn, tokens, lengths, spare, T, capacity, WIDE: tl.constexpr):
-    at = tl.arange(0, WIDE)
-    row = tl.load(rows + at, mask=at < T, other=0).to(tl.int64)
-    own = (at < T) & (row != spare)
-    length = tl.load(lengths + row, mask=own, other=0)
-    token = tl.load(drawn + at, mask=own, other=0)
-    tl.store(tokens + row * capacity + length, token.to(tl.int32), mask=own)
-    tl.store(lengths + row, length + 1, mask=own)
-
-
-@append_tokens.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
-def append_tokens_triton(rows: Tensor, drawn: Tensor, tokens: Tensor, lengths: Tensor, spare: int) -> None:
-    """`append_tokens` of the reference. Each row is one lane's: no two write the same place."""
-    append_kernel[(1,)](
-        rows, drawn, tokens, lengths, spare, len(rows), tokens.stride(0),
-        WIDE=triton.next_power_of_2(len(rows)), num_warps=1 if len(rows) <= 64 else 4,
-    )  # fmt: skip
