@@ -25,7 +25,7 @@ from inkcap.layers.batch import Batch
 from inkcap.models.base import Model
 from inkcap.ops.dispatch import OPS, Op
 from inkcap.ops.rows.ref import newest
-from inkcap.ops.sample.ref import allow
+from inkcap.ops.sample.ref import allow, draw_next
 from inkcap.ops.values import GroupView, Packing
 from inkcap.runner.guides import Guides
 from inkcap.runner.table import RowTable, limits_of
@@ -241,8 +241,9 @@ class Graphs:
         """Tokens [size] of the first rows listed, which are added to the rows and told to the host."""
         table, board = self.table, self.board
         columns = {name: column[:size] for name, column in self.columns.items()}
-        return self.sampler.draw_next(
+        return draw_next(
             logits,
+            self.sampler.banned,
             columns["temperature"],
             limits_of(columns) if limited else None,
             columns["seed"],

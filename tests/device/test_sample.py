@@ -39,6 +39,8 @@ class Captured:
     def __init__(self, count: int, words: int) -> None:
         self.board, self.count = Board(count + 1, GPU), count
         self.logits = torch.randn(count + 1, words, device=GPU)
+        self.banned = torch.arange(3, words, words // 50, device=GPU)
+        self.logits[:, self.banned[::2]] += 20
         self.heat = torch.tensor([0.0, 1.0, 0.6, 1.4] * 64, device=GPU)[: count + 1]
         self.seeds = torch.randint(0, 2**62, (count + 1,), device=GPU)
         self.rows = torch.arange(count + 1, dtype=torch.int32, device=GPU)
@@ -56,14 +58,15 @@ class Captured:
 
     def draw(self) -> torch.Tensor:
         return draw_next_triton(
-            self.logits, self.heat, None, self.seeds, self.rows, self.tokens, self.lengths, self.count,
+            self.logits, self.banned, self.heat, None, self.seeds, self.rows, self.tokens, self.lengths, self.count,
             self.board.words, self.board.turn,
         )  # fmt: skip
 
     def expected(self, number: int) -> torch.Tensor:
         """Tokens of draw `number`, counted from 0."""
         own = slice(self.count)
-        logits, heat, seeds = (each.cpu()[own] for each in (self.logits, self.heat, self.seeds))
+        allowed = self.logits.index_fill(1, self.banned, -torch.inf)
+        logits, heat, seeds = (each.cpu()[own] for each in (allowed, self.heat, self.seeds))
         return sample.reference(logits, heat, None, seeds, self.begin[own] + number)
 
 

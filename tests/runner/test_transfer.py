@@ -26,7 +26,17 @@ class Draws:
         greedy, seeds = torch.zeros(len(wanted)), torch.zeros(len(wanted), dtype=torch.int64)
         rows = torch.arange(len(wanted), dtype=torch.int32)
         draw_next.reference(
-            logits, greedy, None, seeds, rows, self.tokens, self.lengths, -1, self.board.words, self.board.turn
+            logits,
+            seeds[:0],
+            greedy,
+            None,
+            seeds,
+            rows,
+            self.tokens,
+            self.lengths,
+            -1,
+            self.board.words,
+            self.board.turn,
         )
 
     def post(self, wanted: list[int], places=slice(ROWS), *, hold: bool = False):

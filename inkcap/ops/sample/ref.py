@@ -99,6 +99,7 @@ def sample(
 @op
 def draw_next(
     logits: Tensor,
+    banned: Tensor,
     temperature: Tensor,
     limits: Limits | None,
     seeds: Tensor,
@@ -111,12 +112,15 @@ def draw_next(
 ) -> Tensor:
     """`sample` for the next position of each of `rows` [S] int32, which gets its token; the host finds it on the board.
 
-    tokens, lengths and spare: of `append_tokens`. turn: [1] int64, the number of draws modulo TURNS, this one included
-    afterwards. board: [slots, at least S] int64, which the host can read; slot turn % slots gets a word for each entry,
-    turn * 2**32 + token modulo 2**32, so that whoever reads it knows of which draw it is. `slots` divides TURNS.
+    banned: [B] int64, ids that are not drawn; what logits say of them is lost. tokens, lengths and spare: of
+    `append_tokens`. turn: [1] int64, the number of draws modulo TURNS, this one included afterwards. board: [slots, at
+    least S] int64, which the host can read; slot turn % slots gets a word for each entry, turn * 2**32 + token modulo
+    2**32, so that whoever reads it knows of which draw it is. `slots` divides TURNS.
 
     Where kernels overlap, only the logits may be new: all else is complete before the forward begins.
     """
+    if len(banned):
+        logits.index_fill_(1, banned, -torch.inf)
     turn.add_(1).remainder_(TURNS)
     drawn = sample(logits, temperature, limits, seeds, lengths[rows.long()])
     append_tokens(rows, drawn, tokens, lengths, spare)

@@ -161,11 +161,11 @@ def mix64(x):
 
 @triton.jit(do_not_specialize=["stride"])
 def score_kernel(
-    logits, temperature, edges, seeds, positions, rows, turn, best, places, V, stride, spans,
-    LIMITED: tl.constexpr, NEXT: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    logits, banned, temperature, edges, seeds, positions, rows, turn, best, places, V, stride, spans,
+    LIMITED: tl.constexpr, NEXT: tl.constexpr, BANNED: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best word of a span. NEXT: `positions` are those of all table rows, of which these are `rows`; counts the
-    draw."""
+    """The best word of a span, but for the first BANNED ids of `banned`. NEXT: `positions` are those of all table rows,
+    of which these are `rows`; counts the draw."""
     pdl.trigger(PDL)
     at_row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
@@ -184,8 +184,12 @@ def score_kernel(
         h = h ^ (h >> 15)
         u = (h.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
         noise = -tl.log(-tl.log(1.0 - u))
+    barred = at >= V
+    for i in range(BANNED):
+        barred |= at == tl.load(banned + i)
     pdl.wait(PDL)
     x = scaled_tile(logits + at_row * stride, at, V, tl.where(heat == 0, 1.0, heat))
+    x = tl.where(barred, float("-inf"), x)
     scores = x.to(tl.float64) + noise
     if LIMITED:  # of greedy rows the edge is -inf
         scores = tl.where(x >= tl.load(edges + at_row), scores, float("-inf"))
@@ -258,6 +262,7 @@ def sample_triton(
 @draw_next.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
 def draw_next_triton(
     logits: Tensor,
+    banned: Tensor,
     temperature: Tensor,
     limits: Limits | None,
     seeds: Tensor,
@@ -270,7 +275,10 @@ def draw_next_triton(
 ) -> Tensor:
     """`draw_next` of the reference; the host's memory is written by the kernel that chooses."""
     drawn, on = torch.empty(len(rows), dtype=torch.int64, device=logits.device), pdl.supported(logits.device)
-    best, places, spans = scores_of(logits, temperature, limits, seeds, lengths, (rows, turn))
+    if limits is not None and len(banned):  # the sieves must not see them either
+        logits.index_fill_(1, banned, -torch.inf)
+        banned = banned[:0]
+    best, places, spans = scores_of(logits, temperature, limits, seeds, lengths, (banned, rows, turn))
     append_kernel[(len(rows),)](
         best, places, drawn, rows, tokens, lengths, board, turn, spare, spans, tokens.stride(0), board.stride(0),
         SLOTS=len(board), WIDE=triton.next_power_of_2(spans), PDL=on, num_warps=1, **pdl.launch(on),
@@ -284,12 +292,12 @@ def scores_of(
     limits: Limits | None,
     seeds: Tensor,
     positions: Tensor,
-    listed: tuple[Tensor, Tensor] | None,
+    listed: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, int]:
     """The best score of each span of each row [S, spans], the words that have them, and the number of spans.
 
-    `listed`: rows and turn of `draw_next`, whose `positions` are lengths. Only then may the launch overlap the one
-    before, since what is read early is known to be old.
+    `listed`: banned, rows and turn of `draw_next`, whose `positions` are lengths. Only then may the launch overlap the
+    one before, since what is read early is known to be old.
     """
     rows, words = logits.shape
     assert logits.stride(1) == 1, "the words of a row must be neighbours"
@@ -297,10 +305,11 @@ def scores_of(
     best = torch.empty(rows, spans, dtype=torch.float64, device=logits.device)
     places = torch.empty(rows, spans, dtype=torch.int32, device=logits.device)
     edges = best if limits is None else edges_of(logits, temperature, limits)
+    banned, own, turn = listed or (places[:0], places, places)
     score_kernel[(rows, spans)](
-        logits, temperature, edges, seeds, positions, *(listed or (places, places)), best, places, words,
-        logits.stride(0), spans,
-        LIMITED=limits is not None, NEXT=listed is not None, SPAN=SPAN, PDL=on, num_warps=8, **pdl.launch(on),
+        logits, banned, temperature, edges, seeds, positions, own, turn, best, places, words, logits.stride(0), spans,
+        LIMITED=limits is not None, NEXT=listed is not None, BANNED=len(banned), SPAN=SPAN, PDL=on,
+        num_warps=8, **pdl.launch(on),
     )  # fmt: skip
     return best, places, spans
 
