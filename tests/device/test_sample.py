@@ -52,6 +52,7 @@ class Captured:
         torch.cuda.synchronize()
         self.lengths.copy_(self.begin)
         self.board.turn.zero_()
+        self.board.words.zero_()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.drawn = self.draw()
