@@ -14,7 +14,7 @@ from inkcap.base.log import logger
 from inkcap.base.matching import Compiler
 from inkcap.base.request import EngineInfo, Logprobs
 from inkcap.base.sampling import TokenRules, token_rules
-from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
+from inkcap.base.step import BlockEntry, Chunk, RowResult, StepPlan, StepResult
 from inkcap.cache.arena import Arena
 from inkcap.models.base import Model
 from inkcap.ops.ahead import compiled_ahead
@@ -225,6 +225,9 @@ class Worker:
             batch = batch_of(self.model, spans, len(spans), self.device, self.table.tables, self.arena.planes)
             self.model.head(self.model.forward(batch)[batch.sampled])
             laid_out(spans, self.table)
+        self.table.place(
+            {group: [BlockEntry(self.table.rows, 0, 0)] for group in self.table.groups}
+        )  # of the spare row
         try_draws(self.model.vocab_size, self.device)
 
     def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> Sampled:

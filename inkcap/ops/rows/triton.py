@@ -1,4 +1,4 @@
-"""The beginning of a step in one launch, whose floor is that of a launch.
+"""Block tables, and the beginning of a step, in one launch each, whose floor is that of a launch.
 
 `newest` and `spread` must not be launched so that they overlap with what ran before: they are the first of a step. The
 kernel behind `newest` may start with it: that one reads ids, so it waits, and lets nothing start before it has.
@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.rows.ref import newest, spread
+from inkcap.ops.rows.ref import enter_blocks, newest, spread
 
 MOST_GROUPS = 3
 SPREAD = 64  # tokens of a program
+ENTERED = 128  # entries of a program
 
 
 @triton.jit
@@ -128,3 +129,29 @@ def spread_triton(
         *sizes, GROUPS=len(tables), RP=triton.next_power_of_2(len(tokens)), BT=SPREAD, num_warps=4,
     )  # fmt: skip
     return ids, row_of, positions, [own[:count] for own in slots]
+
+
+@triton.jit(do_not_specialize=["N"])
+def enter_kernel(entries, table0, table1, table2, stride0, stride1, stride2, N, GROUPS: tl.constexpr, BE: tl.constexpr):
+    at = tl.program_id(0) * BE + tl.arange(0, BE)
+    inside = at < N
+    group = tl.load(entries + at, mask=inside, other=-1)
+    row = tl.load(entries + N + at, mask=inside, other=0).to(tl.int64)
+    index = tl.load(entries + 2 * N + at, mask=inside, other=0)
+    block = tl.load(entries + 3 * N + at, mask=inside, other=0)
+    if GROUPS > 0:
+        tl.store(table0 + row * stride0 + index, block, mask=group == 0)
+    if GROUPS > 1:
+        tl.store(table1 + row * stride1 + index, block, mask=group == 1)
+    if GROUPS > 2:
+        tl.store(table2 + row * stride2 + index, block, mask=group == 2)
+
+
+@enter_blocks.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
+def enter_blocks_triton(entries: Tensor, tables: Sequence[Tensor]) -> None:
+    """`enter_blocks` of the reference, for at most three tables. Entries are read where they lie, on the host."""
+    given, strides, _ = padded(tables, [1] * len(tables), tables[0])
+    count = entries.shape[1]
+    enter_kernel[(triton.cdiv(count, ENTERED),)](
+        entries, *given, *strides, count, GROUPS=len(tables), BE=ENTERED, num_warps=4
+    )
