@@ -121,7 +121,7 @@ class Posted:
         with self.lock:
             if self.tokens is None:
                 reach(self.event)
-                words = self.words[self.places]
+                words = self.words[self.places].clone()
                 if (found := words >> 32).ne(self.turn).any():
                     raise RuntimeError(f"tokens of draw {self.turn} are of draws {found.unique().tolist()}")
                 self.tokens = (words << 32) >> 32  # the low half and its sign
