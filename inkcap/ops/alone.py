@@ -30,14 +30,14 @@ from inkcap.ops.quantize.ref import (
     round_rows,
 )
 from inkcap.ops.router.ref import route_sigmoid, route_sigmoid_rounded, route_sink
-from inkcap.ops.rows.ref import append_tokens, newest, spread
-from inkcap.ops.sample.ref import allow, penalize, sample
+from inkcap.ops.rows.ref import enter_blocks, newest, spread
+from inkcap.ops.sample.ref import allow, draw_next, penalize, sample
 from inkcap.ops.sconv.ref import sconv
 from inkcap.ops.values import Activated, Caps, Gates, GroupView, Normed, Norms, Packing, Routed, Scores
 
 for each in (
-    allow, append_tokens, attn_prep, attn_prep_clip, copy_blocks, embed_norm, mix_norm, mxfp8_decode, mxfp8_encode,
-    newest, nvfp4_decode, nvfp4_encode, nvfp4_encode_four_over_six, penalize, rms_norm, round_rows,
+    allow, attn_prep, attn_prep_clip, copy_blocks, draw_next, embed_norm, enter_blocks, mix_norm, mxfp8_decode,
+    mxfp8_encode, newest, nvfp4_decode, nvfp4_encode, nvfp4_encode_four_over_six, penalize, rms_norm, round_rows,
     route_sigmoid_rounded, sample, sconv, spread,
 ):  # fmt: skip
     each.tokenwise.add("ref")

@@ -3,7 +3,7 @@
 A step made only of continues runs, for R rows and T tokens, T the next size of `SIZES`:
 
     forward   newest tokens, positions and slots of `rows` -> model -> logits
-    sampling  banned ids, draw, append to the rows' tokens
+    sampling  banned ids, draw, append to the rows' tokens, tell the host
 
 in one graph, or in two where a row has limits, rules, penalties or wants log-probabilities: rules' masks are filled
 while the forward runs, and what has no graph is queued behind it.
@@ -12,6 +12,7 @@ Graphs are keyed by T and, for the forward, by a bound on the rows' lengths: ker
 beyond R name the table's spare row, which has one token and no blocks, so they store nothing and nobody reads them.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
@@ -24,12 +25,12 @@ from inkcap.base.step import Chunk, StepPlan
 from inkcap.layers.batch import Batch
 from inkcap.models.base import Model
 from inkcap.ops.dispatch import OPS, Op
-from inkcap.ops.rows.ref import append_tokens, newest
-from inkcap.ops.sample.ref import allow
+from inkcap.ops.rows.ref import newest
+from inkcap.ops.sample.ref import allow, draw_next
 from inkcap.ops.values import GroupView, Packing
 from inkcap.runner.guides import Guides
 from inkcap.runner.table import RowTable, limits_of
-from inkcap.runner.transfer import upload
+from inkcap.runner.transfer import Board, Posted, upload
 from inkcap.sampling.sampler import Sampled, Sampler
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens of a captured step
@@ -89,7 +90,10 @@ class DeviceRecorder:
             try:
                 work()
             finally:
-                graph.capture_end()
+                with warnings.catch_warnings():
+                    if len(self.missed) > missed:  # perhaps all that it has; it is captured again
+                        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                    graph.capture_end()
         if len(self.missed) > missed:
             self.lacking.add(graph)
         return graph
@@ -124,6 +128,7 @@ class Graphs:
         self.logits = torch.zeros(most, model.vocab_size, dtype=torch.float32, device=device)
         self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.every = torch.arange(most, device=device)
+        self.board = Board(most, device)
         # by size, and whether top-k, top-p and min-p are heeded
         self.drawn: dict[tuple[int, bool], Tensor] = {}  # where the graph leaves its tokens
         self.draws: dict[tuple[int, bool], Replays] = {}
@@ -159,8 +164,9 @@ class Graphs:
         work = plan.work
         return 0 < len(work) <= self.sizes[-1] and not any(isinstance(entry, Chunk) for entry in work)
 
-    def run(self, plan: StepPlan) -> Sampled:
-        """Queue the whole step, which fits; what it draws is in the rows once it has run."""
+    def run(self, plan: StepPlan) -> tuple[Sampled, Posted | None]:
+        """Queue the whole step, which fits; what it draws is in the rows once it has run, and if a graph drew it, on
+        the board."""
         table = self.table
         rows = [entry.row for entry in plan.work]
         count = len(rows)
@@ -171,23 +177,23 @@ class Graphs:
         rich = self.rich(rows)
         limited = not table.limited.isdisjoint(rows)
         if not (rich or limited or self.guides.follow(rows)):
-            self.wholes[size, bound].replay()
+            posted = self.board.post(self.wholes[size, bound].replay, slice(count))
             drawn = self.whole_drawn[size, bound][:count]
             table.note(rows, drawn)
-            return Sampled(drawn, [], None)
+            return Sampled(drawn, [], None), posted
         self.forwards[size, bound].replay()
         masks = self.guides.masks(rows)  # filled while the forward runs
         if rich:
             # these need more than the graph has; nothing waits, so it is queued while the forward runs
             sampled = self.sampler.draw(self.logits[:count], replace(table.draws(rows), masks=masks))
             table.append(rows, sampled.tokens)
-            return sampled
+            return sampled, None
         if masks is not None:
             allow(self.logits[:count], masks)
-        self.draws[size, limited].replay()
+        posted = self.board.post(self.draws[size, limited].replay, slice(count))
         drawn = self.drawn[size, limited][:count]
         table.note(rows, drawn)
-        return Sampled(drawn, [], None)
+        return Sampled(drawn, [], None), posted
 
     def rich(self, rows: list[int]) -> bool:
         """Whether a row wants more than a draw with limits."""
@@ -236,15 +242,22 @@ class Graphs:
         self.drawn[size, limited] = self._add(size, self.logits[:size], limited)
 
     def _add(self, size: int, logits: Tensor, limited: bool) -> Tensor:
-        """Tokens [size] of the first rows listed, which are added to the rows."""
-        table, rows = self.table, self.rows[:size]
+        """Tokens [size] of the first rows listed, which are added to the rows and told to the host."""
+        table, board = self.table, self.board
         columns = {name: column[:size] for name, column in self.columns.items()}
-        limits = limits_of(columns) if limited else None
-        drawn = self.sampler.plain(
-            logits, columns["temperature"], limits, columns["seed"], table.lengths.index_select(0, rows)
+        return draw_next(
+            logits,
+            self.sampler.banned,
+            columns["temperature"],
+            limits_of(columns) if limited else None,
+            columns["seed"],
+            self.rows[:size],
+            table.tokens,
+            table.lengths,
+            self.spare,
+            board.words,
+            board.turn,
         )
-        append_tokens(rows, drawn, table.tokens, table.lengths, self.spare)
-        return drawn
 
 
 def bounds_up_to(longest: int) -> list[int]:

@@ -17,7 +17,7 @@ from inkcap.ops.rows.ref import slots_of
 from inkcap.ops.values import GroupView, Packing
 from inkcap.runner.build import range_of
 from inkcap.runner.graphs import Graphs, Recorder, Replays
-from inkcap.runner.transfer import upload
+from inkcap.runner.transfer import Posted, upload
 from inkcap.sampling.sampler import Sampled
 
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # padding costs what tokens do
@@ -77,30 +77,31 @@ class MixedGraphs:
                 return key if key in self.forwards else None
         return None
 
-    def run(self, plan: StepPlan, key: Key) -> tuple[list[int], Sampled | None]:
-        """Queue the whole step. Returns entries of the work that sample, in order, and what they draw."""
+    def run(self, plan: StepPlan, key: Key) -> tuple[list[int], Sampled | None, Posted | None]:
+        """Queue the whole step. Returns entries of the work that sample, in order, what they draw, and if a graph drew
+        it, where the host finds it."""
         graphs, table, work = self.graphs, self.table, plan.work
         self._pack([(entry.row, *range_of(entry, table)) for entry in work], *key[:2])
         sampling = [place for place, entry in enumerate(work) if isinstance(entry, Continue) or entry.samples]
         rows = [work[place].row for place in sampling]
         self.forwards[key].replay()
         if not rows:
-            return [], None
+            return [], None, None
         masks = graphs.guides.masks(rows)
         if masks is not None or graphs.rich(rows):
             logits = graphs.logits.index_select(0, upload(sampling, torch.int64, table.device))
             sampled = graphs.sampler.draw(logits, replace(table.draws(rows), masks=masks))
             table.append(rows, sampled.tokens)
-            return sampling, sampled
+            return sampling, sampled, None
         drawing = set(sampling)
         graphs.list_rows([entry.row if place in drawing else self.spare for place, entry in enumerate(work)])
         draw = key[0], not table.limited.isdisjoint(rows)
-        graphs.draws[draw].replay()
+        posted = graphs.board.post(graphs.draws[draw].replay, sampling)
         drawn = graphs.drawn[draw][: len(work)]
         if len(rows) < len(work):
             drawn = drawn.index_select(0, upload(sampling, torch.int64, table.device))
         table.note(rows, drawn)
-        return sampling, Sampled(drawn, [], None)
+        return sampling, Sampled(drawn, [], None), posted
 
     def _pack(self, spans: list[tuple[int, int, int]], sequences: int, tokens: int) -> None:
         """Upload what the step is made of. spans: row, first position and the one behind the last, of each sequence."""

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from inkcap.base.sampling import BIAS_LIMIT, LOWEST_TEMPERATURE, TokenRules, stop_ids
 from inkcap.base.step import BlockEntry, RowSetup
+from inkcap.ops.rows.ref import enter_blocks
 from inkcap.ops.sample.ref import Limits
-from inkcap.runner.transfer import upload
+from inkcap.runner.transfer import Lent, hosted, upload
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
 
 # what sampling needs of every row
@@ -52,6 +53,7 @@ class RowTable:
             group: torch.zeros(every, -(-capacity // block), dtype=torch.int32, device=device)
             for group, block in groups.items()
         }
+        self.lent = Lent()
         self.setups: list[RowSetup | None] = [None] * rows
         self.extras: dict[int, RowExtras] = {}
         self.limited: set[int] = set()  # rows with top-k, top-p or min-p
@@ -107,12 +109,13 @@ class RowTable:
         if not last:
             return
         groups, rows, indices = zip(*last, strict=True)
-        entered = upload([*rows, *indices, *last.values()], torch.int32, self.device).view(3, -1)
-        for group in dict.fromkeys(groups):  # whose entries stand together
-            begin, count = groups.index(group), groups.count(group)
-            own = slice(begin, begin + count)
-            self._widen(group, max(indices[own]) + 1)
-            self.tables[group][entered[0, own], entered[1, own]] = entered[2, own]
+        for group, entries in blocks.items():
+            self._widen(group, max((entry.index for entry in entries), default=-1) + 1)
+        numbers = {group: number for number, group in enumerate(self.tables)}
+        packed = [*map(numbers.__getitem__, groups), *rows, *indices, *last.values()]
+        entered = hosted(packed, torch.int32, self.device).view(4, -1)
+        enter_blocks(entered, [*self.tables.values()])
+        self.lent.keep(entered)
 
     def grow(self, length: int) -> None:
         """Make room for `length` tokens a row, and for the block table entries that cover them."""

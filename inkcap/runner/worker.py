@@ -14,7 +14,7 @@ from inkcap.base.log import logger
 from inkcap.base.matching import Compiler
 from inkcap.base.request import EngineInfo, Logprobs
 from inkcap.base.sampling import TokenRules, token_rules
-from inkcap.base.step import Chunk, RowResult, StepPlan, StepResult
+from inkcap.base.step import BlockEntry, Chunk, RowResult, StepPlan, StepResult
 from inkcap.cache.arena import Arena
 from inkcap.models.base import Model
 from inkcap.ops.ahead import compiled_ahead
@@ -26,7 +26,7 @@ from inkcap.runner.guides import Guides
 from inkcap.runner.memory import budget, measure_step, plan_for
 from inkcap.runner.mixed import MixedGraphs
 from inkcap.runner.table import RowTable
-from inkcap.runner.transfer import Download
+from inkcap.runner.transfer import Download, Posted
 from inkcap.runner.trial import batch_of, spans_of_kinds, try_draws
 from inkcap.sampling.logprobs import logprobs
 from inkcap.sampling.sampler import Sampled, Sampler
@@ -49,7 +49,7 @@ class Launched:
     clock: Clock  # of the worker
     sampling: list[int]  # entries of the plan's work that drew a token
     sampled: Sampled | None  # None: nothing was drawn
-    back: Download  # of `sampled.numbers`
+    back: Download | Posted  # of `sampled.numbers`
     prompts: dict[int, list[Logprobs]]  # by entry of the work
     failed: dict[int, str]  # rows that cannot go on, and why
 
@@ -172,17 +172,15 @@ class Worker:
         if not plan.work:
             return Launched(plan, began, self.clock, [], None, Download([]), {}, {})
         if self.graphs is not None and self.graphs.fit(plan):
-            sampled = self.graphs.run(plan)
+            sampled, posted = self.graphs.run(plan)
             self.guides.drawn([work.row for work in plan.work], sampled.tokens)
-            every = [*range(len(plan.work))]
-            return Launched(
-                plan, began, self.clock, every, sampled, Download(sampled.numbers), {}, {**self.guides.failed}
-            )
+            every, back = [*range(len(plan.work))], posted or Download(sampled.numbers)
+            return Launched(plan, began, self.clock, every, sampled, back, {}, {**self.guides.failed})
         if self.mixed is not None and (key := self.mixed.fit(plan)) is not None:
-            sampling, sampled = self.mixed.run(plan, key)
+            sampling, sampled, posted = self.mixed.run(plan, key)
             if sampled is not None:
                 self.guides.drawn([plan.work[place].row for place in sampling], sampled.tokens)
-            back = Download(sampled.numbers if sampled is not None else [])
+            back = posted or Download(sampled.numbers if sampled is not None else [])
             return Launched(plan, began, self.clock, sampling, sampled, back, {}, {**self.guides.failed})
         step = build(plan, table, self.arena.planes)
         hidden = self.model.forward(step.batch)  # [T, D]
@@ -227,6 +225,9 @@ class Worker:
             batch = batch_of(self.model, spans, len(spans), self.device, self.table.tables, self.arena.planes)
             self.model.head(self.model.forward(batch)[batch.sampled])
             laid_out(spans, self.table)
+        self.table.place(
+            {group: [BlockEntry(self.table.rows, 0, 0)] for group in self.table.groups}
+        )  # of the spare row
         try_draws(self.model.vocab_size, self.device)
 
     def _sample(self, plan: StepPlan, step: Step, hidden: Tensor) -> Sampled:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from inkcap.base.request import Logprobs
-from inkcap.ops.sample.ref import Limits, allow, penalize, sample
+from inkcap.ops.sample.ref import allow, penalize, sample
 from inkcap.sampling.logprobs import Scored, entries, score
 from inkcap.sampling.rows import BadWords, Draws, RowExtras
 
@@ -45,13 +45,6 @@ class Sampler:
 
     def __init__(self, banned: Sequence[int], device: torch.device) -> None:
         self.banned = torch.tensor([*banned], dtype=torch.int64, device=device)
-
-    def plain(
-        self, logits: Tensor, temperature: Tensor, limits: Limits | None, seeds: Tensor, positions: Tensor
-    ) -> Tensor:
-        """`draw` for rows without extras and log-probabilities; arguments and result are those of `ops.sample`."""
-        self._ban(logits)
-        return sample(logits, temperature, limits, seeds, positions)
 
     def _ban(self, logits: Tensor) -> None:
         if len(self.banned):

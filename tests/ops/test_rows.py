@@ -1,4 +1,4 @@
-"""The two ends of a decode step against loops over rows; kernels under the interpreter."""
+"""What steps read of the table of rows, and add to it, against loops over rows; kernels under the interpreter."""
 
 from itertools import accumulate
 from random import Random
@@ -6,8 +6,8 @@ from random import Random
 import pytest
 import torch
 
-from inkcap.ops.rows.ref import append_tokens, newest, spread
-from inkcap.ops.rows.triton import append_tokens_triton, newest_triton, spread_triton
+from inkcap.ops.rows.ref import append_tokens, enter_blocks, newest, spread
+from inkcap.ops.rows.triton import enter_blocks_triton, newest_triton, spread_triton
 
 BLOCKS = (64, 4, 16)
 SPARE = 9
@@ -62,8 +62,7 @@ def test_spread(function, groups):
         ]
 
 
-@pytest.mark.parametrize("function", [append_tokens.reference, append_tokens_triton])
-def test_append_tokens(function):
+def test_append_tokens():
     tokens, lengths, _ = table(Random(4))
     rows, drawn = [2, 7, SPARE, 0, SPARE], [11, 12, 13, 14, 15]
     known, before = tokens.clone(), lengths.clone()
@@ -71,6 +70,20 @@ def test_append_tokens(function):
         if row != SPARE:
             known[row, before[row]] = token
             before[row] += 1
-    function(torch.tensor(rows, dtype=torch.int32), torch.tensor(drawn), tokens, lengths, SPARE)
+    append_tokens(torch.tensor(rows, dtype=torch.int32), torch.tensor(drawn), tokens, lengths, SPARE)
     assert torch.equal(tokens, known)
     assert torch.equal(lengths, before)
+
+
+@pytest.mark.parametrize("function", [enter_blocks.reference, enter_blocks_triton])
+@pytest.mark.parametrize(("groups", "count"), [(1, 1), (2, 7), (3, 300)])
+def test_enter_blocks(function, groups, count):
+    random = Random(count)
+    tables = table(random)[2][:groups]
+    places = [(g, row, index) for g, each in enumerate(tables) for row in range(SPARE) for index in range(len(each[0]))]
+    entries = [(*place, random.randrange(1, 10**6)) for place in random.sample(places, count)]
+    wanted = [each.clone() for each in tables]
+    for group, row, index, block in entries:
+        wanted[group][row, index] = block
+    function(torch.tensor(entries, dtype=torch.int32).t().contiguous(), tables)
+    assert all(torch.equal(found, want) for found, want in zip(tables, wanted, strict=True))

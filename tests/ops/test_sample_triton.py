@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from inkcap.ops.sample import triton as kernels
-from inkcap.ops.sample.ref import Limits, penalize, sample
-from inkcap.ops.sample.triton import penalize_triton, sample_triton
+from inkcap.ops.sample.ref import TURNS, Limits, draw_next, penalize, sample
+from inkcap.ops.sample.triton import draw_next_triton, penalize_triton, sample_triton
 
 SETTINGS = [
     {"temperature": 0.0},
@@ -75,6 +75,41 @@ def test_rows_that_are_no_numbers_give_no_token(bad, heat):
         drawn = function(logits, *arguments)
         assert drawn[0] >= 0
         assert drawn[1:].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("function", [draw_next.reference, draw_next_triton])
+@pytest.mark.parametrize("settings", [SETTINGS[:2] * 3, SETTINGS[:6]])
+@pytest.mark.parametrize("banned", [[], [0, 61, 299]])
+def test_what_is_drawn_next_is_in_the_rows_and_on_the_board(function, settings, banned):
+    """Against `sample` and loops over rows, three draws running; the count of draws begins again in between."""
+    torch.manual_seed(3)
+    listed, spare, slots = [4, 0, 9, 2, 9, 7], 9, 4
+    rows = torch.tensor(listed, dtype=torch.int32)
+    tokens, lengths = torch.randint(0, 300, (10, 50), dtype=torch.int32), torch.randint(1, 40, (10,))
+    heat, limits = columns(settings)
+    seeds, _ = keyed(6)
+    board, turn = torch.full((slots, 8), -7), torch.tensor([TURNS - 2])
+    banned = torch.tensor(banned, dtype=torch.int64)
+    for now in (TURNS - 1, 0, 1):
+        logits = torch.randn(6, 300)
+        if limits is None:
+            logits[2, 5] = torch.nan
+        logits[:, 61] += 9  # of those that may be banned
+        allowed = logits.index_fill(1, banned, -torch.inf)
+        wanted = sample.reference(allowed, heat, limits, seeds, lengths[rows.long()]).tolist()
+        assert wanted[2] == -1 or limits is not None
+        assert (61 in wanted) == (len(banned) == 0)
+        known, grown, words = tokens.clone(), lengths.clone(), board.clone()
+        for place, (row, token) in enumerate(zip(listed, wanted, strict=True)):
+            words[now % slots, place] = now * 2**32 + token % 2**32
+            if row != spare:
+                known[row, grown[row]] = token
+                grown[row] += 1
+        drawn = function(logits, banned, heat, limits, seeds, rows, tokens, lengths, spare, board, turn)
+        assert drawn.tolist() == wanted
+        assert turn == now
+        for found, want in ((tokens, known), (lengths, grown), (board, words)):
+            assert torch.equal(found, want)
 
 
 def test_penalties():

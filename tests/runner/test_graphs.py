@@ -1,12 +1,15 @@
 """Captured steps give what steps without graphs give; on a CPU with work run again in place of a graph."""
 
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 from toy import PARAMS, RICH, make_worker, requests, run
 
 from inkcap.ops.sample.ref import sample
 from inkcap.ops.sconv.ref import sconv
-from inkcap.runner.graphs import Graphs, bounds_up_to, called_by_reference
+from inkcap.runner.graphs import DeviceRecorder, Graphs, bounds_up_to, called_by_reference
 from inkcap.runner.mixed import MixedGraphs
 from inkcap.runner.table import RowTable
 from inkcap.runner.transfer import Download
@@ -98,3 +101,29 @@ def test_ops_without_a_kernel_are_named():
     finally:
         sconv.chosen, sconv.function = chosen, function
     assert sample.name not in called_by_reference(lambda: None)
+
+
+class Empty:
+    """A graph in which nothing was captured."""
+
+    def capture_begin(self, pool, capture_error_mode):
+        pass
+
+    def capture_end(self):
+        warnings.warn("The CUDA Graph is empty. This usually means ...", UserWarning, stacklevel=2)
+
+
+def test_a_graph_is_empty_without_a_warning_where_kernels_were_not_ready(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Empty)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    recorder = DeviceRecorder.__new__(DeviceRecorder)
+    recorder.missed, recorder.lacking, recorder.pool, recorder.stream = [], set(), None, None
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        first = recorder.capture(lambda: recorder.missed.append("a kernel"), None)
+        assert recorder.lacking == {first}
+        assert not heard
+        again = recorder.capture(lambda: None, first)
+        assert again is not first
+        assert len(heard) == 1  # nothing was missing: it should have something in it
+    assert recorder.capture(lambda: None, again) is again

@@ -170,5 +170,6 @@ def logits_triton(hidden: Tensor, weight: Tensor, scale: float, soft_cap: float 
         out = F.linear(hidden, weight)
     else:
         out = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    out.mul_(scale)
+    if scale != 1.0:
+        out.mul_(scale)
     return out if soft_cap is None else out.div_(soft_cap).tanh_().mul_(soft_cap)

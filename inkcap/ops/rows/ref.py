@@ -1,4 +1,4 @@
-"""What a step reads of the table of rows, and what a decode step adds to it, without the host."""
+"""What a step reads of the table of rows and adds to it, without waiting for the host."""
 
 from collections.abc import Sequence
 
@@ -54,7 +54,6 @@ def spread(
     return tokens[row, positions].long(), row_of, positions, slots_of(row, positions, tables, blocks)
 
 
-@op
 def append_tokens(rows: Tensor, drawn: Tensor, tokens: Tensor, lengths: Tensor, spare: int) -> None:
     """Add `drawn` [T] int64 to `rows` [T] int32, one token each; entries whose row is `spare` add nothing.
 
@@ -65,3 +64,15 @@ def append_tokens(rows: Tensor, drawn: Tensor, tokens: Tensor, lengths: Tensor, 
     own = row != spare
     tokens[row, at] = torch.where(own, drawn.int(), tokens[row, at])
     lengths[row] = at + own
+
+
+@op
+def enter_blocks(entries: Tensor, tables: Sequence[Tensor]) -> None:
+    """Enter blocks into block tables [every row, width] int32, in place.
+
+    entries: [4, N] int32 on the host: number of the table, row, index and block of each. Where the tables are on a GPU
+    they lie in pinned memory and must stay as they are until the device has read them. No place occurs twice.
+    """
+    for number, table in enumerate(tables):
+        _, row, index, block = entries[:, entries[0] == number].to(table.device)
+        table[row, index] = block

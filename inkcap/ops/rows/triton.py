@@ -1,6 +1,7 @@
-"""Both ends of a decode step, and the beginning of any other, in one launch each. The floor is that of a launch.
+"""Block tables, and the beginning of a step, in one launch each, whose floor is that of a launch.
 
-`newest` and `spread` must not be launched so that they overlap with what ran before: they are the first of a step.
+`newest` and `spread` must not be launched so that they overlap with what ran before: they are the first of a step. The
+kernel behind `newest` may start with it: that one reads ids, so it waits, and lets nothing start before it has.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkcap.ops.rows.ref import append_tokens, newest, spread
+from inkcap.ops import pdl
+from inkcap.ops.rows.ref import enter_blocks, newest, spread
 
 MOST_GROUPS = 3
 SPREAD = 64  # tokens of a program
+ENTERED = 128  # entries of a program
 
 
 @triton.jit
@@ -29,7 +32,9 @@ def newest_kernel(
     table0, table1, table2, stride0, stride1, stride2,
     T, capacity,
     BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.trigger(PDL)
     at = tl.arange(0, WIDE)
     inside = at < T
     row = tl.load(rows + at, mask=inside, other=0).to(tl.int64)
@@ -96,7 +101,8 @@ def newest_triton(
     given, strides, sizes = padded(tables, blocks, rows)
     newest_kernel[(1,)](
         rows, tokens, lengths, ids, positions, first, slots, *given, *strides, count, tokens.stride(0),
-        *sizes, GROUPS=groups, WIDE=triton.next_power_of_2(count), num_warps=1 if count <= 64 else 4,
+        *sizes, GROUPS=groups, WIDE=triton.next_power_of_2(count), PDL=pdl.supported(rows.device),
+        num_warps=1 if count <= 64 else 4,
     )  # fmt: skip
     return ids, positions, first, list(slots)
 
@@ -125,21 +131,27 @@ def spread_triton(
     return ids, row_of, positions, [own[:count] for own in slots]
 
 
-@triton.jit
-def append_kernel(rows, drawn, tokens, lengths, spare, T, capacity, WIDE: tl.constexpr):
-    at = tl.arange(0, WIDE)
-    row = tl.load(rows + at, mask=at < T, other=0).to(tl.int64)
-    own = (at < T) & (row != spare)
-    length = tl.load(lengths + row, mask=own, other=0)
-    token = tl.load(drawn + at, mask=own, other=0)
-    tl.store(tokens + row * capacity + length, token.to(tl.int32), mask=own)
-    tl.store(lengths + row, length + 1, mask=own)
+@triton.jit(do_not_specialize=["N"])
+def enter_kernel(entries, table0, table1, table2, stride0, stride1, stride2, N, GROUPS: tl.constexpr, BE: tl.constexpr):
+    at = tl.program_id(0) * BE + tl.arange(0, BE)
+    inside = at < N
+    group = tl.load(entries + at, mask=inside, other=-1)
+    row = tl.load(entries + N + at, mask=inside, other=0).to(tl.int64)
+    index = tl.load(entries + 2 * N + at, mask=inside, other=0)
+    block = tl.load(entries + 3 * N + at, mask=inside, other=0)
+    if GROUPS > 0:
+        tl.store(table0 + row * stride0 + index, block, mask=group == 0)
+    if GROUPS > 1:
+        tl.store(table1 + row * stride1 + index, block, mask=group == 1)
+    if GROUPS > 2:
+        tl.store(table2 + row * stride2 + index, block, mask=group == 2)
 
 
-@append_tokens.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
-def append_tokens_triton(rows: Tensor, drawn: Tensor, tokens: Tensor, lengths: Tensor, spare: int) -> None:
-    """`append_tokens` of the reference. Each row is one lane's: no two write the same place."""
-    append_kernel[(1,)](
-        rows, drawn, tokens, lengths, spare, len(rows), tokens.stride(0),
-        WIDE=triton.next_power_of_2(len(rows)), num_warps=1 if len(rows) <= 64 else 4,
-    )  # fmt: skip
+@enter_blocks.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
+def enter_blocks_triton(entries: Tensor, tables: Sequence[Tensor]) -> None:
+    """`enter_blocks` of the reference, for at most three tables. Entries are read where they lie, on the host."""
+    given, strides, _ = padded(tables, [1] * len(tables), tables[0])
+    count = entries.shape[1]
+    enter_kernel[(triton.cdiv(count, ENTERED),)](
+        entries, *given, *strides, count, GROUPS=len(tables), BE=ENTERED, num_warps=4
+    )

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from inkcap.ops.dispatch import op
+from inkcap.ops.rows.ref import append_tokens
 
 STRIDE = 0x9E3779B1  # between the counters of neighbouring ids
 LOW = 0xFFFFFFFF
+TURNS = 2**31  # draws are counted modulo this
 
 
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -92,6 +94,40 @@ def sample(
         scores = torch.where(keep, scores, -torch.inf)
     drawn = torch.where(greedy, logits.argmax(1), scores.argmax(1))
     return torch.where(logits.amax(1).isfinite(), drawn, -1)  # NaN wins every maximum
+
+
+@op
+def draw_next(
+    logits: Tensor,
+    banned: Tensor,
+    temperature: Tensor,
+    limits: Limits | None,
+    seeds: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    spare: int,
+    board: Tensor,
+    turn: Tensor,
+) -> Tensor:
+    """`sample` for the next position of each of `rows` [S] int32, which gets its token; the host finds it on the board.
+
+    banned: [B] int64, ids that are not drawn; what logits say of them is lost. tokens, lengths and spare: of
+    `append_tokens`. turn: [1] int64, the number of draws modulo TURNS, this one included afterwards. board: [slots, at
+    least S] int64, which the host can read; slot turn % slots gets a word for each entry, turn * 2**32 + token modulo
+    2**32, so that whoever reads it knows of which draw it is. `slots` divides TURNS.
+
+    Where kernels overlap, only the logits may be new: all else is complete before the forward begins.
+    """
+    if len(banned):
+        logits.index_fill_(1, banned, -torch.inf)
+    turn.add_(1).remainder_(TURNS)
+    drawn = sample(logits, temperature, limits, seeds, lengths[rows.long()])
+    append_tokens(rows, drawn, tokens, lengths, spare)
+    words = board.to(turn.device, non_blocking=True)  # all slots: where a copy goes cannot depend on a number
+    words[:, : len(rows)].index_copy_(0, turn % len(board), ((turn << 32) | (drawn & LOW))[None])
+    board.copy_(words, non_blocking=True)
+    return drawn
 
 
 def threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

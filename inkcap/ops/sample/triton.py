@@ -2,8 +2,8 @@
 
     tops      largest scaled logit of each span; only with limits
     sieve     eight times for top-k, eight times for top-p; see below
-    score     noise, scores, and the best of each span
-    choose    the best of the best
+    score     noise, before the logits are known, scores, and the best of each span
+    choose    the best of the best; or append, which also adds it to its row and tells the host
 
 The smallest logit a row may draw is sought in the bits of the number, as the order-preserving integer of a float: every
 sieve settles four bits. Its programs count (top-k) or weigh (top-p) the words at or above sixteen candidates; the next
@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inkcap.ops.sample.ref import Limits, allow, penalize, sample
+from inkcap.ops import pdl
+from inkcap.ops.sample.ref import Limits, allow, draw_next, penalize, sample
 
 SPAN = 2048  # words of a program
 SEEN = 1024  # words at a time in a sieve: 16 candidates each must stay in registers
@@ -160,43 +161,83 @@ def mix64(x):
 
 @triton.jit(do_not_specialize=["stride"])
 def score_kernel(
-    logits, temperature, edges, seeds, positions, best, places, V, stride, spans,
-    LIMITED: tl.constexpr, SPAN: tl.constexpr,
+    logits, banned, temperature, edges, seeds, positions, rows, turn, best, places, V, stride, spans,
+    LIMITED: tl.constexpr, NEXT: tl.constexpr, BANNED: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The best word of a span, but for the first BANNED ids of `banned`. NEXT: `positions` are those of all table rows,
+    of which these are `rows`; counts the draw."""
+    pdl.trigger(PDL)
     at_row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     heat = tl.load(temperature + at_row)
-    x = scaled_tile(logits + at_row * stride, at, V, tl.where(heat == 0, 1.0, heat))
-    scores = x.to(tl.float64)
+    noise = tl.zeros([SPAN], tl.float64)
     if heat != 0:
+        where = at_row
+        if NEXT:
+            where = tl.load(rows + at_row).to(tl.int64)
         # one-element tensors, since what must wrap around is not folded or checked as a number
         key = mix64(tl.load(seeds + at_row + tl.arange(0, 1)).to(tl.uint64) + 0x9E3779B97F4A7C15)
-        key = mix64(key + tl.load(positions + at_row + tl.arange(0, 1)).to(tl.uint64))
+        key = mix64(key + tl.load(positions + where + tl.arange(0, 1)).to(tl.uint64))
         h = at.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32)
         h = (h ^ (h >> 16)) * 0x21F0AAAD
         h = ((h ^ (h >> 15)) + (key >> 32).to(tl.uint32)) * 0x735A2D97
         h = h ^ (h >> 15)
         u = (h.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
-        scores = scores - tl.log(-tl.log(1.0 - u))
-        if LIMITED:
-            scores = tl.where(x >= tl.load(edges + at_row), scores, float("-inf"))
+        noise = -tl.log(-tl.log(1.0 - u))
+    barred = at >= V
+    for i in range(BANNED):
+        barred |= at == tl.load(banned + i)
+    pdl.wait(PDL)
+    x = scaled_tile(logits + at_row * stride, at, V, tl.where(heat == 0, 1.0, heat))
+    x = tl.where(barred, float("-inf"), x)
+    scores = x.to(tl.float64) + noise
+    if LIMITED:  # of greedy rows the edge is -inf
+        scores = tl.where(x >= tl.load(edges + at_row), scores, float("-inf"))
     bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
     most = tl.max(scores, 0)
     place = tl.min(tl.where((scores == most) & (at < V), at, V), 0)
     out = at_row * spans + tl.program_id(1)
     tl.store(best + out, tl.where(bad > 0, float("inf"), most))
     tl.store(places + out, tl.where(bad > 0, -1, place))
+    if NEXT:
+        first = tl.program_id(0) + tl.program_id(1) == 0
+        tl.store(turn, (tl.load(turn, mask=first) + 1) & 0x7FFFFFFF, mask=first)
 
 
 @triton.jit
-def choose_kernel(best, places, tokens, spans, WIDE: tl.constexpr):
-    at_row = tl.program_id(0).to(tl.int64)
+def chosen(best, places, at_row, spans, WIDE: tl.constexpr):
+    """The best of a row's spans, -1 where it has no number."""
     at = tl.arange(0, WIDE)
     scores = tl.load(best + at_row * spans + at, mask=at < spans, other=float("-inf"))
     place = tl.load(places + at_row * spans + at, mask=at < spans, other=0)
     most = tl.max(scores, 0)
     first = tl.min(tl.where((scores == most) & (at < spans), place, 0x7FFFFFFF), 0)
-    tl.store(tokens + at_row, tl.where(most == float("-inf"), -1, first).to(tl.int64))
+    return tl.where(most == float("-inf"), -1, first).to(tl.int64)
+
+
+@triton.jit
+def choose_kernel(best, places, drawn, spans, WIDE: tl.constexpr):
+    at_row = tl.program_id(0).to(tl.int64)
+    tl.store(drawn + at_row, chosen(best, places, at_row, spans, WIDE))
+
+
+@triton.jit
+def append_kernel(
+    best, places, drawn, rows, tokens, lengths, board, turn, spare, spans, capacity, pitch,
+    SLOTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Chooses, adds the token to its row, and tells the host. Each row is one program's."""
+    at_row = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + at_row).to(tl.int64)
+    length = tl.load(lengths + row)
+    pdl.wait(PDL)
+    now = tl.load(turn)
+    token = chosen(best, places, at_row, spans, WIDE)
+    tl.store(drawn + at_row, token)
+    tl.store(board + now % SLOTS * pitch + at_row, (now << 32) | (token & 0xFFFFFFFF))
+    if row != spare:
+        tl.store(tokens + row * capacity + length, token.to(tl.int32))
+        tl.store(lengths + row, length + 1)
 
 
 @sample.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
@@ -211,20 +252,66 @@ def sample_triton(
     """`sample` of the reference. Rows of logits may stand apart."""
     if masks is not None:
         allow(logits, masks)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(tokens):
+        best, places, spans = scores_of(logits, temperature, limits, seeds, positions, None)
+        choose_kernel[(len(tokens),)](best, places, tokens, spans, WIDE=triton.next_power_of_2(spans), num_warps=1)
+    return tokens
+
+
+@draw_next.implement("triton", when=lambda device: device.type == "cuda", tokenwise=True)
+def draw_next_triton(
+    logits: Tensor,
+    banned: Tensor,
+    temperature: Tensor,
+    limits: Limits | None,
+    seeds: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    spare: int,
+    board: Tensor,
+    turn: Tensor,
+) -> Tensor:
+    """`draw_next` of the reference; the host's memory is written by the kernel that chooses."""
+    drawn, on = torch.empty(len(rows), dtype=torch.int64, device=logits.device), pdl.supported(logits.device)
+    if limits is not None and len(banned):  # the sieves must not see them either
+        logits.index_fill_(1, banned, -torch.inf)
+        banned = banned[:0]
+    best, places, spans = scores_of(logits, temperature, limits, seeds, lengths, (banned, rows, turn))
+    append_kernel[(len(rows),)](
+        best, places, drawn, rows, tokens, lengths, board, turn, spare, spans, tokens.stride(0), board.stride(0),
+        SLOTS=len(board), WIDE=triton.next_power_of_2(spans), PDL=on, num_warps=1, **pdl.launch(on),
+    )  # fmt: skip
+    return drawn
+
+
+def scores_of(
+    logits: Tensor,
+    temperature: Tensor,
+    limits: Limits | None,
+    seeds: Tensor,
+    positions: Tensor,
+    listed: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, int]:
+    """The best score of each span of each row [S, spans], the words that have them, and the number of spans.
+
+    `listed`: banned, rows and turn of `draw_next`, whose `positions` are lengths. Only then may the launch overlap the
+    one before, since what is read early is known to be old.
+    """
     rows, words = logits.shape
     assert logits.stride(1) == 1, "the words of a row must be neighbours"
-    spans = triton.cdiv(words, SPAN)
+    spans, on = triton.cdiv(words, SPAN), listed is not None and pdl.supported(logits.device)
     best = torch.empty(rows, spans, dtype=torch.float64, device=logits.device)
     places = torch.empty(rows, spans, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
-        edges = best if limits is None else edges_of(logits, temperature, limits)
-        score_kernel[(rows, spans)](
-            logits, temperature, edges, seeds, positions, best, places, words, logits.stride(0), spans,
-            LIMITED=limits is not None, SPAN=SPAN, num_warps=8,
-        )  # fmt: skip
-        choose_kernel[(rows,)](best, places, tokens, spans, WIDE=triton.next_power_of_2(spans), num_warps=1)
-    return tokens
+    edges = best if limits is None else edges_of(logits, temperature, limits)
+    banned, own, turn = listed or (places[:0], places, places)
+    score_kernel[(rows, spans)](
+        logits, banned, temperature, edges, seeds, positions, own, turn, best, places, words, logits.stride(0), spans,
+        LIMITED=limits is not None, NEXT=listed is not None, BANNED=len(banned), SPAN=SPAN, PDL=on,
+        num_warps=8, **pdl.launch(on),
+    )  # fmt: skip
+    return best, places, spans
 
 
 def edges_of(logits: Tensor, temperature: Tensor, limits: Limits) -> Tensor:
