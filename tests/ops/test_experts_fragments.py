@@ -7,7 +7,16 @@ import sys
 import pytest
 import torch
 
-from inkcap.ops.experts.fragments import layouts, pieces_of, step_of, suits
+from inkcap.ops.experts.fragments import (
+    first_of,
+    groups,
+    layouts,
+    pieces_of,
+    rows_of,
+    share_of,
+    step_of,
+    suits,
+)
 from inkcap.ops.quantize.coded import Coded
 
 PROGRAM = """
@@ -100,6 +109,14 @@ def test_lanes_have_rows_and_the_columns_of_x_that_belong_to_them(warps, words, 
 def test_rows_are_cut_into_whole_steps():
     assert [pieces_of(words, 8) for words in (288, 576, 16, 8, 7)] == [4, 4, 2, 1, 0]
     assert [step_of(words) for words in (144, 72, 288, 7)] == [16, 8, 16, 0]
+    cases = ((576, 4), (576, 8), (1152, 8), (704, 8), (16, 4))
+    assert [share_of(*case) for case in cases] == [1, 1, 2, 1, 1]
+    assert [rows_of(*case) for case in cases] == [16, 16, 8, 16, 32]
+
+
+def test_steps_are_staged_in_powers_of_two():
+    for steps, first in ((1, [0, 1]), (9, [0, 8, 9]), (18, [0, 16, 18]), (7, [0, 4, 6, 7])):
+        assert [first_of(steps, group) for group in range(groups(steps) + 1)] == first
 
 
 def test_no_other_device_takes_them():

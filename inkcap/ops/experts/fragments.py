@@ -1,10 +1,11 @@
 """One token's routed experts in codes on tensor cores: words of codes go from memory to the lanes that multiply them.
 
 A warp's product has 16 rows. These are pieces of fewer rows of weights side by side, so that 128 bytes of a row are
-read at once (first half), or rows of two experts (second half). Piece or expert i of x is column i of the other
-operand: of the product [16, 8] one column is wanted. The order in which a word's codes are multiplied is that in which
-they fall out of it. Weights are exact in bf16: code times scale has six bits. Written in Gluon, which is compiled, not
-interpreted: CI compiles it, a device compares it.
+read at once (first half), or rows of two experts (second half). Each piece or expert of x has columns of the other
+operand: of the product [16, 8] one column a row is wanted. The order in which a word's codes are multiplied is that in
+which they fall out of it; x is put into this order in registers or on its way through shared memory. Weights are exact
+in bf16: code times scale has six bits. Written in Gluon, which is compiled, not interpreted: CI compiles it, a device
+compares it.
 """
 
 import functools
@@ -14,18 +15,27 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from inkcap.ops import pdl
 from inkcap.ops.act.triton import gated
 from inkcap.ops.experts.coded_many import stored
-from inkcap.ops.experts.codes import E4M3_PAIRS_TIMES_SCALE, PAIRS_TIMES_SCALE, scale_of, unit
-from inkcap.ops.experts.ring import copy_rows, everybody
+from inkcap.ops.experts.codes import E4M3_PAIRS_TIMES_SCALE, scale_of, unit
+from inkcap.ops.experts.ring import RENAMED, everybody
 from inkcap.ops.quantize.coded import Coded
 from inkcap.ops.sconv.triton import finish, older
 from inkcap.ops.values import Caps, Routed
 
 LANES = gl.constexpr(8)  # columns of the product
+# as PAIRS_TIMES_SCALE of codes.py with one instruction less: the sign of the last code is where bf16 wants it
+PAIRS = gl.constexpr("""{
+.reg .b32 a, b, z;
+mov.b32 z, 0x80008000; shr.u32 b, $4, 6;
+and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $0, a, $5, z;
+and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $1, a, $5, z;
+and.b32 a, b, 0x003C003C; mul.lo.u32 a, a, 0x0410; and.b32 a, a, 0x81C081C0; fma.rn.bf16x2 $2, a, $5, z;
+and.b32 a, b, 0x01C001C0; lop3.b32 a, $4, z, a, 0xEA; fma.rn.bf16x2 $3, a, $5, z;
+}""")
 # the byte of an E4M3 scale, whose bits moved into a bf16 are 2^-120 of it, to a pair of bf16, times 2^110
 SCALE_PAIR = gl.constexpr("""{
 .reg .b32 a, b, c, z;
@@ -51,19 +61,19 @@ def second_operand(x, B: gl.constexpr):
 @gluon.jit
 def fetch(words, scales, step, BITS: gl.constexpr, W: gl.constexpr):
     """Words [M, W] of codes and the scales of their blocks of one step."""
-    return gl.load(words + step * W), gl.load(scales + step * (W // (2 if BITS == 4 else 8)))
+    return gl.load(words + step * W), gl.load(scales + step * (W // (2 if BITS == 4 else 8))).to(gl.int32)
 
 
 @gluon.jit
-def multiplied(word, scale, x, acc, BITS: gl.constexpr, W: gl.constexpr):
-    """acc [M, 8] and the product of a step with x [8, codes of W words]."""
+def multiplied(word, scale, pairs, acc, BITS: gl.constexpr, W: gl.constexpr):
+    """acc [M, 8] and the product of a step with x, whose `pairs` belong to those of a word."""
     M: gl.constexpr = word.shape[0]
     SCALED: gl.constexpr = 2 if BITS == 4 else 8  # words under one scale
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, W // 2)
     B: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, W // 2)
     if BITS == 4:
         both = gl.inline_asm_elementwise(
-            SCALE_PAIR, "=r,r", [scale.to(gl.int32)], dtype=gl.int32, is_pure=True, pack=1
+            SCALE_PAIR, "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1
         )  # fmt: skip
     else:
         bits = scale_of(scale, BITS).to(gl.int32, bitcast=True)  # a bf16: its low half is empty
@@ -71,22 +81,97 @@ def multiplied(word, scale, x, acc, BITS: gl.constexpr, W: gl.constexpr):
     word = gl.reshape(word, [M, W // SCALED, SCALED])
     both, word = gl.broadcast(gl.expand_dims(both, 2), word)
     if BITS == 4:
-        p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            PAIRS_TIMES_SCALE, "=r,=r,=r,=r,r,r", [word, both],
+        p = gl.inline_asm_elementwise(
+            PAIRS, "=r,=r,=r,=r,r,r", [word, both],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
+    else:
+        p = gl.inline_asm_elementwise(
+            E4M3_PAIRS_TIMES_SCALE, "=r,=r,r,r", [word, both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    for i in gl.static_range(32 // BITS // 2):
+        acc = mma_v2(first_operand(gl.reshape(p[i], [M, W]), A), second_operand(pairs[i], B), acc)
+    return acc
+
+
+@gluon.jit
+def pairs_of(x, BITS: gl.constexpr, W: gl.constexpr):
+    """x [8, codes of W words] to what is multiplied with each of the pairs of a word, [8, W, 2]."""
+    if BITS == 4:
         even, odd = gl.split(gl.reshape(x, [LANES, W, 2, 2, 2]))
         x0, x2 = gl.split(even)
         x1, x3 = gl.split(odd)
-        acc = mma_v2(first_operand(gl.reshape(p2, [M, W]), A), second_operand(x2, B), acc)
-        acc = mma_v2(first_operand(gl.reshape(p3, [M, W]), A), second_operand(x3, B), acc)
+        out = (x0, x1, x2, x3)
     else:
-        p0, p1 = gl.inline_asm_elementwise(
-            E4M3_PAIRS_TIMES_SCALE, "=r,=r,r,r", [word, both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-        )
         x0, x1 = gl.split(gl.reshape(x, [LANES, W, 2, 2]))
-    acc = mma_v2(first_operand(gl.reshape(p0, [M, W]), A), second_operand(x0, B), acc)
-    return mma_v2(first_operand(gl.reshape(p1, [M, W]), A), second_operand(x1, B), acc)
+        out = (x0, x1)
+    return out
+
+
+@gluon.constexpr_function
+def groups(steps: int) -> int:
+    """Of how many powers of two `steps` is the sum: tensors have no other sizes."""
+    return steps.bit_count()
+
+
+@gluon.constexpr_function
+def first_of(steps: int, group: int) -> int:
+    """First step of a group, larger ones first; of the one behind the last: `steps`."""
+    for _ in range(steps.bit_count() - group):
+        steps &= steps - 1
+    return steps
+
+
+@gluon.jit
+def read_steps(
+    x, next_column, next_step, columns, STEPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, N: gl.constexpr
+):  # fmt: skip
+    """A group's steps of x [steps C, N], C columns each, of which there may be fewer; a thread has all that a lane
+    multiplies of a column in one step."""
+    FIRST: gl.constexpr = first_of(STEPS, GROUP)
+    AT: gl.constexpr = gl.BlockedLayout([1, N // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    n = gl.arange(0, (first_of(STEPS, GROUP + 1) - FIRST) * C, layout=gl.SliceLayout(1, AT))
+    k = gl.arange(0, N, layout=gl.SliceLayout(0, AT))
+    at = gl.minimum(n % C, columns - 1) * next_column + (FIRST + n // C) * next_step
+    return gl.load(x + at[:, None] + k[None, :])
+
+
+@gluon.jit
+def keep_steps(x, C: gl.constexpr, BITS: gl.constexpr):
+    """What `read_steps` read, in shared memory [steps, C, N], in the order in which words are multiplied: the first
+    pairs of all words of a lane, the second ones, .."""
+    PER: gl.constexpr = 32 // BITS
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    AT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, C, [1, 0])
+    out = gl.allocate_shared_memory(gl.bfloat16, [M // C, C, N], AT)
+    x = gl.permute(gl.reshape(x, [M, 4, N // PER // 4, 2, PER // 2]), (0, 1, 4, 2, 3))
+    if RENAMED:
+        out.reinterpret(gl.bfloat16, [M, N], AT).store(gl.reshape(x, [M, N]))
+    else:
+        out._reinterpret(gl.bfloat16, [M, N], AT).store(gl.reshape(x, [M, N]))
+    return out
+
+
+@gluon.jit
+def kept_pairs_of(x, BITS: gl.constexpr, W: gl.constexpr):
+    """`pairs_of` of a step that `keep_steps` left, its columns repeated, side by side, to make eight."""
+    C: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    if C < LANES:
+        x = gl.expand_dims(x, 1)
+        x, _ = gl.broadcast(x, gl.full([C, LANES // C, N], 0.0, gl.bfloat16, x.type.layout))
+    x = gl.permute(gl.reshape(x, [LANES, 4, 16 // BITS, W // 2]), (0, 1, 3, 2))
+    if BITS == 4:
+        a, b = gl.split(gl.reshape(x, [LANES, 4, W // 2, 2, 2]))
+        x0, x2 = gl.split(a)
+        x1, x3 = gl.split(b)
+        x0, x1 = gl.reshape(x0, [LANES, W, 2]), gl.reshape(x1, [LANES, W, 2])
+        out = (x0, x1, gl.reshape(x2, [LANES, W, 2]), gl.reshape(x3, [LANES, W, 2]))
+    else:
+        x0, x1 = gl.split(x)
+        out = (gl.reshape(x0, [LANES, W, 2]), gl.reshape(x1, [LANES, W, 2]))
+    return out
 
 
 @gluon.jit
@@ -97,49 +182,89 @@ def wanted(acc, column):
 
 
 @gluon.jit
+def place_of(m, P: gl.constexpr, SHARE: gl.constexpr):
+    """Row and piece of rows m of the product, if SHARE warps have a row together."""
+    PER: gl.constexpr = 16 // P  # rows of a warp
+    return m // 16 // SHARE * PER + m // P % PER, m // 16 % SHARE * P + m % P
+
+
+@gluon.jit
 def up_fragments(
     x, words, scales, factor, choice, act, gate_cap, up_cap,
     CAPPED: gl.constexpr, UNITS: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
-    P: gl.constexpr, AHEAD: gl.constexpr, WORDS: gl.constexpr, X: gl.constexpr, SUMS: gl.constexpr,
-    PDL: gl.constexpr,
+    P: gl.constexpr, SHARE: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, WORDS: gl.constexpr,
+    X: gl.constexpr, SUMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Eight units of one expert, in P pieces of each row. Triggers after its wait, so that the second half may read the
-    choice early."""
+    """Units of one expert. SHARE warps have P pieces each of their rows. Triggers after its wait, so that the second
+    half may read the choice early."""
     PER: gl.constexpr = 32 // BITS  # codes of a word
     SCALED: gl.constexpr = 2 if BITS == 4 else 8
-    STEPS: gl.constexpr = K // PER // (W * P)
+    C: gl.constexpr = P * SHARE  # pieces of a step
+    SAME: gl.constexpr = LANES // C  # columns of the product with the same piece of x, side by side: fewer lines a load
+    STEPS: gl.constexpr = K // PER // (W * C)
+    M: gl.constexpr = 16 * WARPS
+    ROWS: gl.constexpr = M // C
+    KEPT: gl.constexpr = BITS == 4  # all of x in shared memory, else a step is read while the one before is multiplied
     pdl.wait(PDL)
     pdl.trigger(PDL)
-    e = gl.load(choice + gl.program_id(1)).to(gl.int64)
-    row = e * (2 * UNITS) + gl.program_id(0) * 16
-    m = gl.arange(0, 16 * P, layout=gl.SliceLayout(1, WORDS))
+    e = gl.load(choice + gl.program_id(1))
+    if KEPT:
+        steps = ()
+        for g in gl.static_range(groups(STEPS)):
+            steps += (read_steps(x, W * PER, C * W * PER, C, STEPS, g, C, W * PER),)
+        ONE: gl.constexpr = gl.reshape(gl.full([LANES, W * PER], 0, gl.int32, X), [C, SAME, W * PER]).type.layout
+        AT: gl.constexpr = gl.SliceLayout(1, ONE) if C < LANES else X
+    else:
+        n = gl.arange(0, LANES, layout=gl.SliceLayout(1, X))
+        k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, X))
+        xp = x + (n // SAME * (W * PER))[:, None] + k[None, :]
+        part = gl.load(xp)
+    m = gl.arange(0, M, layout=gl.SliceLayout(1, WORDS))
     at = gl.arange(0, W, layout=gl.SliceLayout(0, WORDS))
-    wp = words + row * (K // PER) + (m // P * (K // PER) + m % P * W)[:, None] + at[None, :]
-    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.reshape(wp, [16 * P, W // SCALED, SCALED]).type.layout)
-    m = gl.arange(0, 16 * P, layout=gl.SliceLayout(1, BLOCKS))
+    own, piece = place_of(m, P, SHARE)
+    wp = words + ((own * (K // PER) + piece * W)[:, None] + at[None, :])
+    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.reshape(wp, [M, W // SCALED, SCALED]).type.layout)
+    m = gl.arange(0, M, layout=gl.SliceLayout(1, BLOCKS))
     at = gl.arange(0, W // SCALED, layout=gl.SliceLayout(0, BLOCKS))
-    sp = scales + row * (K // PER // SCALED)
-    sp += (m // P * (K // PER // SCALED) + m % P * (W // SCALED))[:, None] + at[None, :]
-    n = gl.arange(0, LANES, layout=gl.SliceLayout(1, X))
-    k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, X))
-    xp = x + (n % P * (W * PER))[:, None] + k[None, :]
-    acc = gl.zeros([16 * P, LANES], gl.float32, SUMS)
+    own, piece = place_of(m, P, SHARE)
+    sp = scales + ((own * (K // PER // SCALED) + piece * (W // SCALED))[:, None] + at[None, :])
+    # all that depends on the choice: little stands between it and the first words
+    row = (e.to(gl.int32) * (2 * UNITS) + gl.program_id(0) * ROWS).to(gl.int64)
+    wp += row * (K // PER)
+    sp += row * (K // PER // SCALED)
     held = ()
     for i in gl.static_range(AHEAD):
-        held += (fetch(wp, sp, i * P, BITS, W),)
-    pdl.wait(PDL)  # for nothing: loads stay before it
-    for i in gl.static_range(STEPS):
-        if i + AHEAD < STEPS:
-            held += (fetch(wp, sp, (i + AHEAD) * P, BITS, W),)
-        part = gl.load(xp + i * (W * PER * P))
-        acc = multiplied(held[i][0], held[i][1], part, acc, BITS, W)
-    piece = gl.arange(0, 16 * P, layout=gl.SliceLayout(1, SUMS)) % P
-    out = gl.sum(gl.reshape(wanted(acc, piece), [16, P]), 1) * unit(gl.bfloat16, BITS)
+        held += (fetch(wp, sp, i * C, BITS, W),)
+    times = unit(gl.bfloat16, BITS)
     if BITS == 4:
-        out *= gl.load(factor + e)
-    out = gl.convert_layout(out, gl.BlockedLayout([2], [32], [P], [0]))
-    out = gated(out, gate_cap, up_cap, CAPPED, 16)
-    to = gl.program_id(1) * UNITS + gl.program_id(0) * 8 + gl.arange(0, 8, layout=out.type.layout)
+        times *= gl.load(factor + e)
+    pdl.wait(PDL)  # for nothing: loads stay before it
+    if KEPT:
+        kept = ()
+        for g in gl.static_range(groups(STEPS)):
+            kept += (keep_steps(steps[g], C, BITS),)
+        everybody()
+    acc = gl.zeros([M, LANES], gl.float32, SUMS)
+    for g in gl.static_range(groups(STEPS)):
+        for i in gl.static_range(first_of(STEPS, g), first_of(STEPS, g + 1)):
+            if i + AHEAD < STEPS:
+                held += (fetch(wp, sp, (i + AHEAD) * C, BITS, W),)
+            if KEPT:
+                pairs = kept_pairs_of(kept[g].index(i - first_of(STEPS, g)).load(AT), BITS, W)
+            else:
+                pairs = pairs_of(part, BITS, W)
+                if i + 1 < STEPS:
+                    part = gl.load(xp + (i + 1) * (W * PER * C))
+            acc = multiplied(held[i][0], held[i][1], pairs, acc, BITS, W)
+    _, piece = place_of(gl.arange(0, M, layout=gl.SliceLayout(1, SUMS)), P, SHARE)
+    out = gl.sum(gl.reshape(wanted(acc, piece * SAME), [WARPS // SHARE, SHARE, 16 // P, P]), 3)
+    # over the warps that share a row, and gate and up of a unit to one thread
+    sums = gl.allocate_shared_memory(gl.float32, [SHARE, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums.store(gl.reshape(gl.permute(out, (1, 0, 2)), [SHARE, ROWS]))
+    everybody()
+    out = gl.sum(sums.load(gl.BlockedLayout([SHARE, 2], [1, 32], [1, WARPS], [1, 0])), 0)
+    out = gated(out * times, gate_cap, up_cap, CAPPED, ROWS)
+    to = gl.program_id(1) * UNITS + gl.program_id(0) * (ROWS // 2) + gl.arange(0, ROWS // 2, layout=out.type.layout)
     gl.store(act + to, out.to(act.dtype.element_ty))
 
 
@@ -153,36 +278,39 @@ def down_fragments(
     ROWS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, WORDS: gl.constexpr, X: gl.constexpr,
     SUMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of all experts of the token, 16 // ROWS experts to a warp; everything else as in `down_row_joined`."""
+    """ROWS rows of all experts of the token, 16 // ROWS experts to a warp; everything else as in `down_row_joined`.
+    Words are on their way before the chain of table and state is followed."""
     PER: gl.constexpr = 32 // BITS
     SCALED: gl.constexpr = 2 if BITS == 4 else 8
     STEPS: gl.constexpr = K // PER // W
     PLACES: gl.constexpr = 16 * WARPS // ROWS
     pdl.trigger(PDL)
     first = gl.program_id(0) * ROWS
-    m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, WORDS))
-    at = gl.arange(0, W, layout=gl.SliceLayout(0, WORDS))
-    e = gl.load(choice + gl.minimum(m // ROWS, TOP - 1)).to(gl.int64)
-    wp = words + ((e * rows + first + m % ROWS) * (K // PER))[:, None] + at[None, :]
-    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.reshape(wp, [16 * WARPS, W // SCALED, SCALED]).type.layout)
-    m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, BLOCKS))
-    at = gl.arange(0, W // SCALED, layout=gl.SliceLayout(0, BLOCKS))
-    e = gl.load(choice + gl.minimum(m // ROWS, TOP - 1)).to(gl.int64)
-    sp = scales + ((e * rows + first + m % ROWS) * (K // PER // SCALED))[:, None] + at[None, :]
-    held = ()
-    for i in gl.static_range(AHEAD):
-        held += (fetch(wp, sp, i, BITS, W),)
-    m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, SUMS))
-    place = m // ROWS
-    times = gl.full([16 * WARPS], unit(gl.bfloat16, BITS), gl.float32, place.type.layout)
-    if BITS == 4:
-        times *= gl.load(factor + gl.load(choice + place, mask=place < TOP, other=0))
+    place = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, SUMS)) // ROWS
     OUT: gl.constexpr = gl.SliceLayout(0, gl.reshape(place, [PLACES, ROWS]).type.layout)
     c = first + gl.arange(0, ROWS, layout=OUT)
     mask = c < rows
     if CONVOLVED:
         zero = gl.arange(0, 1, layout=OUT)
         row, position, slot = gl.load(row_of + zero), gl.load(positions + zero), gl.load(slots + zero)
+    chosen = gl.load(choice + place, mask=place < TOP, other=0)
+    times = gl.load(weights + place, mask=place < TOP, other=0.0) * unit(gl.bfloat16, BITS)
+    m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, WORDS))
+    at = gl.arange(0, W, layout=gl.SliceLayout(0, WORDS))
+    e = gl.load(choice + gl.minimum(m // ROWS, TOP - 1)).to(gl.int32)
+    wp = words + ((e * rows + first + m % ROWS).to(gl.int64) * (K // PER))[:, None] + at[None, :]
+    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.reshape(wp, [16 * WARPS, W // SCALED, SCALED]).type.layout)
+    m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, BLOCKS))
+    at = gl.arange(0, W // SCALED, layout=gl.SliceLayout(0, BLOCKS))
+    e = gl.load(choice + gl.minimum(m // ROWS, TOP - 1)).to(gl.int32)
+    sp = scales + ((e * rows + first + m % ROWS).to(gl.int64) * (K // PER // SCALED))[:, None] + at[None, :]
+    held = ()
+    for i in gl.static_range(AHEAD):
+        held += (fetch(wp, sp, i, BITS, W),)
+    if BITS == 4:
+        times *= gl.load(factor + chosen)
+    pdl.trigger(PDL)  # for nothing: loads stay before it
+    if CONVOLVED:
         past = gl.zeros([ROWS], gl.float32, OUT)
         for i in gl.static_range(TAPS - 1):
             old = older(
@@ -190,39 +318,28 @@ def down_fragments(
             )
             past += old.to(gl.float32) * gl.load(taps + c * tap_channel + i * tap_distance)
         own_tap = gl.load(taps + c * tap_channel + (TAPS - 1) * tap_distance)
-    STAGED: gl.constexpr = STEPS <= FEW  # all of x by shared memory; many small copies cost more than they save
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // (W * PER), W * PER // 8], [WARPS, 1], [1, 0])
-    AT: gl.constexpr = WIDE if STAGED else X
-    n = gl.arange(0, LANES, layout=gl.SliceLayout(1, AT))
-    k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, AT))
     pdl.wait(PDL)
-    xp = act + (gl.minimum(n, TOP - 1) * K)[:, None] + k[None, :]
-    if STAGED:
-        rows_of_x = gl.allocate_shared_memory(
-            gl.bfloat16, [STEPS, LANES, W * PER], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        )  # fmt: skip
-        for i in gl.static_range(STEPS):
-            copy_rows(rows_of_x.index(i), xp + i * (W * PER))
-        async_copy.commit_group()
-    times *= gl.load(weights + place, mask=place < TOP, other=0.0)
+    steps, kept = (), ()
+    for g in gl.static_range(groups(STEPS)):
+        steps += (read_steps(act, K, W * PER, TOP, STEPS, g, LANES, W * PER),)
+    if RESIDUAL:
+        base = gl.load(residual + c).to(gl.float32)
+    for g in gl.static_range(groups(STEPS)):
+        kept += (keep_steps(steps[g], LANES, BITS),)
+    everybody()
     acc = gl.zeros([16 * WARPS, LANES], gl.float32, SUMS)
-    if STAGED:
-        async_copy.wait_group(0)
-        everybody()
-    for i in gl.static_range(STEPS):
-        if i + AHEAD < STEPS:
-            held += (fetch(wp, sp, i + AHEAD, BITS, W),)
-        if STAGED:
-            part = rows_of_x.index(i).load(X)
-        else:
-            part = gl.load(xp + i * (W * PER))
-        acc = multiplied(held[i][0], held[i][1], part, acc, BITS, W)
+    for g in gl.static_range(groups(STEPS)):
+        for i in gl.static_range(first_of(STEPS, g), first_of(STEPS, g + 1)):
+            if i + AHEAD < STEPS:
+                held += (fetch(wp, sp, i + AHEAD, BITS, W),)
+            pairs = kept_pairs_of(kept[g].index(i - first_of(STEPS, g)).load(X), BITS, W)
+            acc = multiplied(held[i][0], held[i][1], pairs, acc, BITS, W)
     out = gl.sum(gl.reshape(wanted(acc, place) * times, [PLACES, ROWS]), 0).to(act.dtype.element_ty)
     if CONVOLVED:
         out = finish(out, past, own_tap, conv_scale, plane, slot, c, mask, block_stride, token_stride, HELD)
     out = out.to(gl.float32)
     if RESIDUAL:
-        out += gl.load(residual + c).to(gl.float32)
+        out += base
     gl.store(y + c, out.to(y.dtype.element_ty))
 
 
@@ -246,18 +363,31 @@ def layouts(warps: int, words: int, per: int) -> tuple[gl.DistributedLinearLayou
     )
 
 
-# measured on an H200, see docs/kernels.md. First halves, by bits of a code: words of a piece; and by whether there are
-# more than FEW steps: steps whose loads are on their way before the first product, registers of a thread. Second
-# halves, by words of a step: such steps, registers
-FEW = gl.constexpr(9)  # steps
+# measured on an H200, see docs/kernels.md. First halves, by bits of a code: words of a piece; steps whose loads are on
+# their way before the first product, registers of a thread. Second halves, by words of a step: such steps, registers,
+# so few for short rows that all programs of 4,608 rows are on the card at once
+WARPS = 4
 PIECE = {4: 8, 8: 16}
-UP = {(4, False): (3, 80), (4, True): (4, 96), (8, False): (5, 255), (8, True): (5, 255)}
-DOWN = {16: (9, 168), 8: (9, 128)}
+UP = {4: (6, 96), 8: (3, 128)}
+DOWN = {16: (9, 168), 8: (9, 96)}
+FEW = 9  # steps of a row of MXFP8 above which two warps share it
 
 
 def pieces_of(words: int, piece: int) -> int:
     """Pieces of so many words that a row is read in at once; 0 where it cannot be cut into whole steps."""
     return next((number for number in (4, 2, 1) if words % (number * piece) == 0), 0)
+
+
+def share_of(words: int, bits: int) -> int:
+    """Warps that have a row of the first half together."""
+    pieces = pieces_of(words, PIECE[bits])
+    steps = words // (pieces * PIECE[bits])
+    return 2 if bits == 8 and steps > FEW and steps % 2 == 0 else 1
+
+
+def rows_of(words: int, bits: int) -> int:
+    """Rows of a program of the first half."""
+    return 16 * WARPS // (pieces_of(words, PIECE[bits]) * share_of(words, bits))
 
 
 def step_of(words: int) -> int:
@@ -275,7 +405,7 @@ def suits(x: Tensor, w: Coded, top_k: int) -> bool:
     """Whether fragments are made for one token x [1, ..] with so many experts, and w."""
     _, rows, length = w.shape
     words = length * w.bits // 32
-    whole = rows % 16 == 0 and min(pieces_of(words, PIECE[w.bits]), step_of(words)) > 0
+    whole = min(pieces_of(words, PIECE[w.bits]), step_of(words)) > 0 and rows % rows_of(words, w.bits) == 0
     return whole and able(x.device) and x.dtype == w.dtype == torch.bfloat16 and top_k <= LANES.value
 
 
@@ -283,14 +413,13 @@ def up(x: Tensor, w: Coded, route: Routed, caps: Caps | None, out: Tensor) -> Te
     """First half: x [1, C], normed; w [E, 2 I, C]. Activations go into out [1, K, I], which is returned."""
     _, rows, length = w.shape
     on, words, step = pdl.supported(x.device), length * w.bits // 32, PIECE[w.bits]
-    pieces = pieces_of(words, step)
-    steps = words // (pieces * step)
-    ahead, registers = UP[w.bits, steps > FEW.value]
-    up_fragments[(triton.cdiv(rows, 16), route.choice.numel())](
+    pieces, share, (ahead, registers) = pieces_of(words, step), share_of(words, w.bits), UP[w.bits]
+    ahead = min(ahead, words // (pieces * step * share))
+    up_fragments[(rows // rows_of(words, w.bits), route.choice.numel())](
         x, *stored(w), route.choice, out, 1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
-        caps is not None, rows // 2, w.bits, length, step, pieces, min(ahead, steps),
-        *layouts(pieces, step, 32 // w.bits), on,
-        num_warps=pieces, maxnreg=registers, **pdl.launch(on),
+        caps is not None, rows // 2, w.bits, length, step, pieces, share, WARPS, ahead,
+        *layouts(WARPS, step, 32 // w.bits), on,
+        num_warps=WARPS, maxnreg=registers, **pdl.launch(on),
     )  # fmt: skip
     return out
 
@@ -317,7 +446,7 @@ def down(
     down_fragments[(triton.cdiv(rows, 8),)](
         act, *stored(w), route.choice, route.weights, act if residual is None else residual, out, *where, conv_scale,
         rows, *strides, convolved, residual is not None, *window, route.choice.numel(), w.bits, length, step,
-        8, 4, min(ahead, words // step), *layouts(4, step, 32 // w.bits), on,
-        num_warps=4, maxnreg=registers, **pdl.launch(on),
+        8, WARPS, min(ahead, words // step), *layouts(WARPS, step, 32 // w.bits), on,
+        num_warps=WARPS, maxnreg=registers, **pdl.launch(on),
     )  # fmt: skip
     return out
