@@ -62,7 +62,7 @@ def test_compiles(heads, kv, window, seam):
     assert done.returncode == 0, done.stderr
     assert "mma.sync" in done.stdout
     assert "st.async" in done.stdout
-    behind = done.stdout.split("griddepcontrol.wait")[1]
+    behind = done.stdout.split("griddepcontrol.wait", 1)[1]
     assert behind.count("bar.sync") == 1
 
 

@@ -142,9 +142,6 @@ def cluster_kernel(
     async_copy.wait_group(0)
     everybody()
     gl.inline_asm_elementwise(MEET, "=r", [], gl.int32, is_pure=False, pack=1)
-    held = ()
-    for n in gl.static_range(GROUPS):
-        held += (values.index(n).permute((1, 0)).load(A),)
 
     pdl.wait(PDL)
     member = gl.arange(0, 8, layout=gl.SliceLayout(1, QUERIES))
@@ -165,6 +162,7 @@ def cluster_kernel(
     if GATE:
         gated = gl.load(gate + i.to(gl.int64) * s_gate + mine * HEAD + put).to(gl.float32)
 
+    pdl.wait(PDL)  # for nothing: all loads are on their way before the first is used
     queries = gl.convert_layout(gl.permute(queries, (1, 0)), gl.DotOperandLayout(1, SUMS, 8))
     stated = gl.convert_layout(gl.permute(stated, (1, 0)), B)
     zeros = gl.zeros([BN, 8], gl.float32, SUMS)
@@ -173,6 +171,9 @@ def cluster_kernel(
     z = gl.where(seen[:, None], z, HIDDEN)
     z = gl.reshape(z, [GROUPS, 16, 8])
     top = gl.max(z, 1)
+    held = ()
+    for n in gl.static_range(GROUPS):
+        held += (values.index(n).permute((1, 0)).load(A),)
     p = gl.exp2(z - gl.expand_dims(top, 1))
     total = gl.sum(p, 1)
     tops = gl.allocate_shared_memory(gl.float32, [GROUPS, 8], PARTS)
