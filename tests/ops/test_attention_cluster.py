@@ -67,8 +67,7 @@ def test_compiles(heads, kv, window, seam):
 
 
 @pytest.mark.parametrize(
-    ("reach", "window", "tile"),
-    [(1, 512, (64, 4)), (4096, 512, (64, 4)), (4096, 1024, (128, 8)), (2049, None, (256, 8)), (2050, None, (0, 0))],
+    ("reach", "window", "warps"), [(1, 512, 4), (4096, 512, 4), (4096, 1024, 8), (1025, None, 8), (1026, None, 0)]
 )
-def test_tiles(reach, window, tile):
-    assert cluster.tile(reach, window) == tile
+def test_warps(reach, window, warps):
+    assert cluster.warps_of(reach, window) == warps

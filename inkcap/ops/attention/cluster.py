@@ -1,4 +1,4 @@
-"""Attention of one query over few keys: a cluster of eight programs a kv head, whose sums meet in shared memory.
+"""Attention of one token over few keys: a cluster of eight programs a kv head, whose sums meet in shared memory.
 
 A program has an eighth of the keys, a warp of it 16 of them, in the lanes that multiply them on tensor cores before
 this step's queries are there. Behind the dependency wait no keys move: logits, weights, sums, and an exchange of these,
@@ -18,13 +18,12 @@ from inkcap.ops import pdl
 from inkcap.ops.experts.ring import copy_rows, everybody
 from inkcap.ops.values import GroupView, Packing, Scores
 
-SIZE = 8  # programs of a cluster, and most heads of a kv head
 RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 LOG2E = gl.constexpr(1.4426950408889634)
 HIDDEN = gl.constexpr(-1.0e30)
-PROGRAMS = gl.constexpr(8)
+PROGRAMS = gl.constexpr(8)  # of a cluster, and most heads of a kv head
 HEAD = gl.constexpr(128)  # channels
-# the sums, maxima and totals that programs post to this one, and a barrier that counts their bytes
+# shared memory of a program: eight sums of a head, their maxima and totals, a barrier that counts these bytes
 BOARD = gl.constexpr("""{
 .shared .align 16 .b8 board[4168];
 .reg .pred p; .reg .b32 t;
@@ -36,7 +35,9 @@ setp.eq.u32 p, t, 0;
 @p fence.mbarrier_init.release.cluster;
 barrier.cluster.arrive.relaxed.aligned;
 }""")
+# all programs of the cluster have their barriers
 MEET = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;")
+# a word to an address of another program, if the last operand is not 0
 POST = gl.constexpr("""{
 .reg .b32 a, b; .reg .pred p;
 setp.ne.u32 p, $5, 0;
@@ -53,6 +54,7 @@ mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1+4160], 0;
 @!p bra again;
 mov.u32 $0, 0;
 }""")
+# Triton would let one program of a cluster store what all of them have
 PUT = gl.constexpr("""{
 .reg .pred p;
 setp.lt.s32 p, $3, $4;
@@ -82,15 +84,15 @@ def cluster_kernel(
     q, k, v, r, bias, k_plane, v_plane, table, rows, first_of, out, sinks, gate,
     scale, floor, alpha, s_k, s_r, s_sinks, s_gate, s_block, s_token, s_head, s_table,
     HEADS: gl.constexpr, KV: gl.constexpr, STATES: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK: gl.constexpr, SCALED: gl.constexpr, SINKS: gl.constexpr, GATE: gl.constexpr, BN: gl.constexpr,
+    BLOCK: gl.constexpr, SCALED: gl.constexpr, SINKS: gl.constexpr, GATE: gl.constexpr, GROUPS: gl.constexpr,
     KEYS: gl.constexpr, QUERIES: gl.constexpr, NEAR: gl.constexpr, STATED: gl.constexpr, COPY: gl.constexpr,
-    VALUES: gl.constexpr, WEIGHTS: gl.constexpr, PARTS: gl.constexpr, SUMS: gl.constexpr, GATHERED: gl.constexpr,
+    VALUES: gl.constexpr, PLAIN: gl.constexpr, SUMS: gl.constexpr, GATHERED: gl.constexpr,
     LINE: gl.constexpr, STATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One kv head of one sequence. Program i of the cluster has keys i * BN .. from the oldest visible one on, and
     finishes head i."""
     G: gl.constexpr = HEADS // KV
-    GROUPS: gl.constexpr = BN // 16
+    BN: gl.constexpr = 16 * GROUPS
     pdl.trigger(PDL)
     rank = gl.inline_asm_elementwise("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=False, pack=1)
     board = gl.inline_asm_elementwise(BOARD, "=r", [], gl.int32, is_pure=False, pack=1)
@@ -176,17 +178,17 @@ def cluster_kernel(
         held += (values.index(n).permute((1, 0)).load(A),)
     p = gl.exp2(z - gl.expand_dims(top, 1))
     total = gl.sum(p, 1)
-    tops = gl.allocate_shared_memory(gl.float32, [GROUPS, 8], PARTS)
-    totals = gl.allocate_shared_memory(gl.float32, [GROUPS, 8], PARTS)
-    weights = gl.allocate_shared_memory(v_plane.dtype.element_ty, [BN, 8], WEIGHTS)
+    tops = gl.allocate_shared_memory(gl.float32, [GROUPS, 8], PLAIN)
+    totals = gl.allocate_shared_memory(gl.float32, [GROUPS, 8], PLAIN)
+    weights = gl.allocate_shared_memory(v_plane.dtype.element_ty, [BN, 8], PLAIN)
     weights.store(gl.convert_layout(gl.reshape(p, [BN, 8]).to(v_plane.dtype.element_ty), SUMS))
     tops.store(top)
     totals.store(total)
     everybody()
     values._keep_alive()  # else the others take its place, behind a barrier
-    weights = seen_as(weights, [GROUPS, 16, 8], WEIGHTS)
-    tops = seen_as(tops, [GROUPS, 1, 8], PARTS)
-    totals = seen_as(totals, [GROUPS, 1, 8], PARTS)
+    weights = seen_as(weights, [GROUPS, 16, 8], PLAIN)
+    tops = seen_as(tops, [GROUPS, 1, 8], PLAIN)
+    totals = seen_as(totals, [GROUPS, 1, 8], PLAIN)
     parts = ()
     most = gl.full([1, 8], HIDDEN, gl.float32, SUMS)
     zeros = gl.zeros([HEAD, 8], gl.float32, SUMS)
@@ -255,7 +257,7 @@ def cluster_kernel(
 
 
 @functools.cache
-def layouts(warps: int, keys: int) -> tuple:
+def layouts(warps: int) -> tuple:
     """Lane 4 l + t has, of a product of 16 rows, rows l and l + 8; see the kernel for what each is of."""
     none = [[0, 0]] * 3
     warp = range((warps - 1).bit_length())
@@ -264,25 +266,23 @@ def layouts(warps: int, keys: int) -> tuple:
     def linear(registers, lanes, of_warps, shape, blocks=none):
         return gl.DistributedLinearLayout(registers, lanes, of_warps, blocks, shape)
 
-    more = [[16 * warps << n, 0] for n in range((keys // (16 * warps) - 1).bit_length())]
-    own = [[16 << n, 0] for n in warp]
+    own, keys = [[16 << n, 0] for n in warp], 16 * warps
     eight, line = [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0], [4, 0]]
     sums = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8], none)
     across = [[0, 32 << n] if n < 2 else [0, 0] for n in warp]
     lanes = [[0, 1 << n] for n in range(5)]
     return (
-        linear([*eight, [0, 32], [0, 64], [8, 0], *more], [[0, 8], [0, 16], *line], own, [keys, 128]),
+        linear([*eight, [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], *line], own, [keys, 128]),
         linear([*eight, [0, 32], [0, 64]], [[0, 8], [0, 16], *line], same, [8, 128]),
-        linear([[0, 1], [0, 8], [8, 0], *more], [[0, 2], [0, 4], *line], own, [keys, 16]),
+        linear([[0, 1], [0, 8], [8, 0]], [[0, 2], [0, 4], *line], own, [keys, 16]),
         linear([[0, 1], [0, 8]], [[0, 2], [0, 4], *line], same, [8, 16]),
         linear(
-            [*eight, *([2 * warps << n, 0] for n in range((8 // warps).bit_length() - 1))],
+            [*eight, *([[8, 0]] if warps == 4 else [])],
             [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],
             [[2 << n, 0] for n in warp],
             [16, 128],
         ),
         gl.SwizzledSharedLayout(8, 1, 8, [1, 0], none),
-        gl.SwizzledSharedLayout(1, 1, 1, [1, 0], none),
         gl.SwizzledSharedLayout(1, 1, 1, [1, 0], none),
         sums,
         linear(line, lanes, across, [8, 128]),
@@ -291,29 +291,24 @@ def layouts(warps: int, keys: int) -> tuple:
     )
 
 
-CLUSTERS = 16  # eight programs each: a processor has one of them
-TILES = ((512, 4), (1024, 8), (2048, 8))  # most keys of a cluster, and warps of a program
-
-
-def tile(reach: int, window: int | None) -> tuple[int, int]:
-    """Keys and warps of a program for sequences of up to `reach` tokens; zeros where there are too many keys."""
+def warps_of(reach: int, window: int | None) -> int:
+    """Warps of a program, 16 keys each, for a sequence of up to `reach` tokens; 0 where there are too many keys."""
     keys = reach - 1 if window is None else min(reach, window) - 1
-    return next(((most // SIZE, warps) for most, warps in TILES if keys <= most), (0, 0))
+    return next((warps for warps in (4, 8) if keys <= 16 * warps * PROGRAMS.value), 0)
 
 
 def suits(q: Tensor, k: Tensor, r: Tensor, scores: Scores, packing: Packing, v_scale: Tensor | None) -> bool:
-    """Whether this kernel is made for a step: single tokens over few keys, in no more clusters than fit at once."""
-    (_, heads, size), kv = q.shape, k.shape[1]
+    """Whether this kernel is made for a step: one token over few keys. More sequences were not measured."""
+    (tokens, heads, size), kv = q.shape, k.shape[1]
     return (
         pdl.supported(q.device)
-        and packing.widest == 1
-        and len(packing.rows) * kv <= CLUSTERS
-        and q.dtype == r.dtype == torch.bfloat16
+        and tokens == 1
+        and q.dtype == k.dtype == r.dtype == torch.bfloat16
         and v_scale is None
         and size == HEAD.value
-        and heads // kv <= SIZE
+        and heads // kv <= PROGRAMS.value
         and scores.bias.shape[0] <= 16
-        and tile(packing.reach, scores.window)[0] > 0
+        and warps_of(packing.reach, scores.window) > 0
     )
 
 
@@ -331,15 +326,15 @@ def attend(
 ) -> None:
     """Launch the kernel for one token a sequence; the result goes into out [T, heads, D]."""
     (_, heads, _), kv, (states, extent) = q.shape, k.shape[1], scores.bias.shape
-    keys, warps = tile(packing.reach, scores.window)
+    warps = warps_of(packing.reach, scores.window)
     scaling, planes = scores.scaling, view.planes[:2]
-    cluster_kernel[(len(packing.rows) * kv,)](
+    cluster_kernel[(len(q) * kv,)](
         q, k, v, r, scores.bias, *planes, view.table, packing.rows, packing.first, out,
         q if sinks is None else sinks, q if gate is None else gate,
         scores.scale, *((1.0, 0.0) if scaling is None else (float(scaling.floor), float(scaling.alpha))),
         k.stride(0), r.stride(0), 0 if sinks is None else sinks.stride(0), 0 if gate is None else gate.stride(0),
         *planes[0].stride()[:3], view.table.stride(0),
         heads, kv, states, extent, scores.window or 0, view.block, scaling is not None, sinks is not None,
-        gate is not None, keys, *layouts(warps, keys), pdl.supported(q.device),
-        num_warps=warps, num_ctas=SIZE, **pdl.launch(True),
+        gate is not None, warps, *layouts(warps), True,
+        num_warps=warps, num_ctas=PROGRAMS.value, **pdl.launch(True),
     )  # fmt: skip
