@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from inkcap.ops.attention import cluster
 from inkcap.ops.attention.ref import attention
 from inkcap.ops.attention.triton import attention_triton
 from inkcap.ops.attn_prep.ref import attn_prep
@@ -239,6 +240,51 @@ def test_random_batches(geometry, coded):
         worst = max(worst, check(cache, attention_triton(*inputs), inputs, firsts, counts, rows, 4))
         cache.drop()
     print(f"random batches, {geometry}: worst error {worst:.1e}")
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_clusters(geometry):
+    """One token over few keys: edges of warps, programs and windows, whether lengths are known or bounded."""
+    heads, kv, window = GEOMETRIES[geometry][:3]
+    cache = Cache(kv, 200, 6, layers=2)
+    worst = 0.0
+    for first in (
+        0,
+        1,
+        15,
+        16,
+        17,
+        63,
+        64,
+        127,
+        128,
+        129,
+        510,
+        511,
+        512,
+        513,
+        1000,
+        1022,
+        1023,
+        1024,
+        1025,
+        1087,
+        2047,
+    ):
+        if window is None and first > 1024:
+            continue
+        cache.fill(1, first, low_of(geometry, first), 1)
+        for bound in (0, 1025 if window is None else 100_000):
+            inputs = list(scene(cache, geometry, [first], [1], [1], bound))
+            assert cluster.suits(inputs[0], inputs[1], inputs[3], inputs[4], inputs[6], None)
+            worst = max(worst, check(cache, attention_triton(*inputs), inputs, [first], [1], [1], 2))
+        sinks = torch.randn(1, heads, device="cuda")
+        gate = torch.randn(1, heads * D, device="cuda", dtype=torch.bfloat16)
+        inputs = scene(cache, geometry, [first], [1], [1])[:7]
+        got, want = attention_triton(*inputs, sinks, gate), attention.reference(*inputs, sinks, gate)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        cache.drop()
+    print(f"clusters, {geometry}: worst error {worst:.1e}")
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["bf16", "fp8"])

@@ -42,60 +42,8 @@ def tap_of(taps, channel, held, place: tl.constexpr, s_tap, s_back):
 
 
 @triton.jit
-def old_taps(
-    plane, table, taps, row_of, positions, token, live, row, position, channel, held, s_block, s_token, s_table,
-    s_tap, s_back, W: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The part of a convolution that older steps decided; reads nothing of this forward."""
-    total = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
-    for back in tl.static_range(W - 1, 0, -1):
-        wanted = live & (own(token, live, row, position, row_of, positions, back) == 0)
-        x = old_input(
-            plane, table, row, position, wanted, channel, held, s_block, s_token, s_table, BLOCK, back
-        )  # fmt: skip
-        total += x * tap_of(taps, channel, held, W - 1 - back, s_tap, s_back)[None, :]
-    return total
-
-
-@triton.jit
-def new_taps(
-    x, total, plane, table, taps, added, row_of, positions, token, live, row, position, channel, held,
-    s_x, s_block, s_token, s_table, s_tap, s_back, s_added, scale,
-    W: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
-):  # fmt: skip
-    """The rest of it: this step's inputs, and the taps that tokens add ([T, heads, W] by distance, `added` at
-    this head's). Older inputs come first, in order, so that a sum does not depend on which of them are this step's.
-
-    Returns the convolved tile in fp32, scaled and rounded to the dtype of x, and the tokens' own inputs.
-    """
-    kind = x.dtype.element_ty
-    inside = live[:, None] & held[None, :]
-    here = tl.load(x + token.to(tl.int64)[:, None] * s_x + channel[None, :], mask=inside, other=0.0)
-    moved = tl.zeros(total.shape, tl.float32)  # what the added taps make of older inputs
-    for back in tl.static_range(W - 1, 0, -1):
-        mine = own(token, live, row, position, row_of, positions, back)
-        earlier = tl.load(
-            x + (token - back).to(tl.int64)[:, None] * s_x + channel[None, :],
-            mask=mine[:, None] & held[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        total += earlier * tap_of(taps, channel, held, W - 1 - back, s_tap, s_back)[None, :]
-        if ADDED:
-            wanted = live & (mine == 0)
-            earlier += old_input(
-                plane, table, row, position, wanted, channel, held, s_block, s_token, s_table, BLOCK, back
-            )  # fmt: skip
-            moved += earlier * tl.load(added + token.to(tl.int64) * s_added + back, mask=live, other=0.0)[:, None]
-    total += here.to(tl.float32) * (1.0 + tap_of(taps, channel, held, W - 1, s_tap, s_back))[None, :]
-    if ADDED:
-        moved += here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added, mask=live, other=0.0)[:, None]
-        total += moved
-    return (total * scale).to(kind).to(tl.float32), here
-
-
-@triton.jit
-def keep(plane, slots, tile, token, live, channel, held, s_block, s_token, BLOCK: tl.constexpr):
+def keep(plane, slot, tile, channel, held, s_block, s_token, BLOCK: tl.constexpr):
     """Store a tile at its tokens' slots; tokens with slot -1 are not kept."""
-    slot = tl.load(slots + token, mask=live, other=-1)
     address = (slot // BLOCK) * s_block + (slot % BLOCK) * s_token
     kept = (slot >= 0)[:, None] & held[None, :]
     tl.store(plane + address[:, None] + channel[None, :], tile.to(plane.dtype.element_ty), mask=kept)
@@ -107,19 +55,47 @@ def convolved(
     s_x, s_block, s_token, s_table, s_tap, s_back, s_added, scale,
     W: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The convolution with its state insert; the dependency wait stands inside."""
+    """The convolution with its state insert; the dependency wait stands inside, and behind it nothing is read but what
+    this forward wrote: inputs, and the taps that tokens add ([T, heads, W] by distance, `added` at this head's).
+
+    Older inputs come first, in order, so that a sum does not depend on which of them are this step's. Returns the
+    convolved tile in fp32, scaled and rounded to the dtype of x.
+    """
+    kind = x.dtype.element_ty
     row = tl.load(row_of + token, mask=live, other=0)
-    total = old_taps(
-        plane, table, taps, row_of, positions, token, live, row, position, channel, held, s_block, s_token, s_table,
-        s_tap, s_back, W, BLOCK,
-    )  # fmt: skip
+    slot = tl.load(slots + token, mask=live, other=-1)
+    total = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
+    older, new, weight = (), (), ()
+    for back in tl.static_range(W - 1, 0, -1):
+        mine = own(token, live, row, position, row_of, positions, back)
+        old = old_input(
+            plane, table, row, position, live & (mine == 0), channel, held, s_block, s_token, s_table, BLOCK, back
+        )  # fmt: skip
+        tap = tap_of(taps, channel, held, W - 1 - back, s_tap, s_back)[None, :]
+        total += old * tap
+        older += (old,)
+        new += (mine,)
+        weight += (tap,)
+    last = 1.0 + tap_of(taps, channel, held, W - 1, s_tap, s_back)[None, :]
     pdl.wait(PDL)
-    y, here = new_taps(
-        x, total, plane, table, taps, added, row_of, positions, token, live, row, position, channel, held,
-        s_x, s_block, s_token, s_table, s_tap, s_back, s_added, scale, W, BLOCK, ADDED,
-    )  # fmt: skip
-    keep(plane, slots, here, token, live, channel, held, s_block, s_token, BLOCK)
-    return y
+    inside = live[:, None] & held[None, :]
+    here = tl.load(x + token.to(tl.int64)[:, None] * s_x + channel[None, :], mask=inside, other=0.0)
+    moved = tl.zeros(total.shape, tl.float32)  # what the added taps make of all inputs
+    for back in tl.static_range(W - 1, 0, -1):
+        earlier = tl.load(
+            x + (token - back).to(tl.int64)[:, None] * s_x + channel[None, :],
+            mask=new[W - 1 - back][:, None] & held[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        total += earlier * weight[W - 1 - back]
+        if ADDED:
+            share = tl.load(added + token.to(tl.int64) * s_added + back, mask=live, other=0.0)
+            moved += (earlier + older[W - 1 - back]) * share[:, None]
+    total += here.to(tl.float32) * last
+    if ADDED:
+        moved += here.to(tl.float32) * tl.load(added + token.to(tl.int64) * s_added, mask=live, other=0.0)[:, None]
+        total += moved
+    keep(plane, slot, here, channel, held, s_block, s_token, BLOCK)
+    return (total * scale).to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -145,7 +121,7 @@ def encode(x):
 
 @triton.jit
 def settle(
-    out, plane, slots, tile, scale, token, live, head, dim, held, s_block, s_token,
+    out, plane, slot, tile, scale, token, live, head, dim, held, s_block, s_token,
     KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, kind: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of k or v, rounded to `kind`, as head `head` of out and at its tokens' slots; as codes if CODED."""
@@ -153,10 +129,10 @@ def settle(
         inverse = (0x7F000000 - scale.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)  # of a power of two
         code, number = encode(tile.to(kind).to(tl.float32) * inverse)
         put(out, number, token, live, head, dim, held, KV, D)
-        keep(plane, slots, code, token, live, dim, held, s_block, s_token, BLOCK)
+        keep(plane, slot, code, dim, held, s_block, s_token, BLOCK)
     else:
         put(out, tile, token, live, head, dim, held, KV, D)
-        keep(plane, slots, tile.to(kind), token, live, dim, held, s_block, s_token, BLOCK)
+        keep(plane, slot, tile.to(kind), dim, held, s_block, s_token, BLOCK)
 
 
 @triton.jit

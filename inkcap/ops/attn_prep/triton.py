@@ -50,6 +50,7 @@ def rms_heads_kernel(
             y = y.to(kind).to(tl.float32) * scale
         put(q_out, y, token, live, head, dim, held, HEADS, D)
     else:
+        slot = tl.load(kv_slots + token, mask=live, other=-1)
         if head < HEADS + KV:
             mine = head - HEADS
             scale = tl.load(k_codes + mine) if CODED else 1.0
@@ -62,7 +63,7 @@ def rms_heads_kernel(
             )  # fmt: skip
             y = y * tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None] * weight[None, :]
             settle(
-                k_out, k_cache + mine * s_kv_head, kv_slots, y, scale, token, live, mine, dim, held,
+                k_out, k_cache + mine * s_kv_head, slot, y, scale, token, live, mine, dim, held,
                 s_kv_block, s_kv_token, KV, D, KV_BLOCK, kind, CODED,
             )  # fmt: skip
         else:
@@ -75,7 +76,7 @@ def rms_heads_kernel(
                 W, CONV_BLOCK, False, PDL,
             )  # fmt: skip
             settle(
-                v_out, v_cache + mine * s_kv_head, kv_slots, y, scale, token, live, mine, dim, held,
+                v_out, v_cache + mine * s_kv_head, slot, y, scale, token, live, mine, dim, held,
                 s_kv_block, s_kv_token, KV, D, KV_BLOCK, kind, CODED,
             )  # fmt: skip
 
@@ -131,6 +132,7 @@ def clip_heads_kernel(
         put(q_out, y, token, live, head, dim, held, HEADS, D)
         put(r_out, z, token, live, head, state, stated, HEADS, STATES)
     else:
+        slot = tl.load(kv_slots + token, mask=live, other=-1)
         if head < HEADS + KV:
             mine = head - HEADS
             scale = tl.load(k_codes + mine) if CODED else 1.0
@@ -142,7 +144,7 @@ def clip_heads_kernel(
             )  # fmt: skip
             y = y * clip_factor(y, qk_limit)
             settle(
-                k_out, k_cache + mine * s_kv_head, kv_slots, y, scale, token, live, mine, dim, held,
+                k_out, k_cache + mine * s_kv_head, slot, y, scale, token, live, mine, dim, held,
                 s_kv_block, s_kv_token, KV, D, KV_BLOCK, kind, CODED,
             )  # fmt: skip
         else:
@@ -156,7 +158,7 @@ def clip_heads_kernel(
             )  # fmt: skip
             y = y * tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None]
             settle(
-                v_out, v_cache + mine * s_kv_head, kv_slots, y, scale, token, live, mine, dim, held,
+                v_out, v_cache + mine * s_kv_head, slot, y, scale, token, live, mine, dim, held,
                 s_kv_block, s_kv_token, KV, D, KV_BLOCK, kind, CODED,
             )  # fmt: skip
 

@@ -1,0 +1,73 @@
+"""The kernel of clusters compiles for a Hopper, which takes no device; its results are compared on one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from inkcap.ops.attention import cluster
+
+PROGRAM = """
+import sys
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from inkcap.ops import pdl
+from inkcap.ops.attention import cluster
+from inkcap.ops.values import GroupView, LogScaling, Packing, Scores
+
+kernel = cluster.cluster_kernel
+driver.set_active(SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0, map_python_to_cpp_type=lambda of: of,
+))
+pdl.supported = lambda device: True
+
+
+def warm(grid):
+    def call(*args, **options):
+        known = [a.dtype if isinstance(a, torch.Tensor) else a for a in args]
+        print(kernel.warmup(*known, grid=grid, **options).asm["ptx"])
+    return call
+
+
+cluster.cluster_kernel = type("Compiled", (), {"__getitem__": lambda self, grid: warm(grid)})()
+make = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype)
+heads, kv, window, seam = (int(word) for word in sys.argv[1:])
+ints = make(2, dtype=torch.int32)
+packing = Packing(ints, ints[:1], ints[:1], ints[:1], make(1, dtype=torch.int64), ((0, 1, 0, 1023),))
+scores = Scores(0.1, window or None, make(16, window or 1024), None if window else LogScaling(8, 0.1))
+planes = make(2, 64, kv, 128), make(2, 64, kv, 128)
+view = GroupView(64, make(1, 32, dtype=torch.int32), make(1, dtype=torch.int64), planes)
+q, k, v, r = (make(1, *shape) for shape in ((heads, 128), (kv, 128), (kv, 128), (heads, 16)))
+assert cluster.suits(q, k, r, scores, packing, None)
+sinks, gate = (make(1, heads, dtype=torch.float32), make(1, heads * 128)) if seam else (None, None)
+cluster.attend(q, k, v, r, make(1, heads, 128), scores, view, packing, sinks, gate)
+"""
+
+
+@pytest.mark.parametrize(("heads", "kv", "window", "seam"), [(12, 2, 1024, 0), (8, 1, 512, 1), (24, 8, 0, 1)])
+def test_compiles(heads, kv, window, seam):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, (heads, kv, window, seam))],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mma.sync" in done.stdout
+    assert "st.async" in done.stdout
+    behind = done.stdout.split("griddepcontrol.wait", 1)[1]
+    assert behind.count("bar.sync") == 1
+
+
+@pytest.mark.parametrize(
+    ("reach", "window", "warps"), [(1, 512, 4), (4096, 512, 4), (4096, 1024, 8), (1025, None, 8), (1026, None, 0)]
+)
+def test_warps(reach, window, warps):
+    assert cluster.warps_of(reach, window) == warps
