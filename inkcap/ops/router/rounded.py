@@ -14,7 +14,7 @@ from inkcap.ops.quantize.ref import E2M1_MAX, Rounding, check_columns
 from inkcap.ops.quantize.triton import SHORT as PART
 from inkcap.ops.quantize.triton import kind_of, round_part
 from inkcap.ops.router.ref import route_sigmoid_rounded
-from inkcap.ops.router.triton import LONG, MOST, READ, SHORT, box_of, choose_from, pieces, post, product
+from inkcap.ops.router.triton import LONG, MANY, MOST, READ, SHORT, box_of, choose_from, pieces, post, product
 from inkcap.ops.values import Normed, Routed
 
 
@@ -64,6 +64,6 @@ def route_sigmoid_rounded_triton(
         box_of(device, experts), bias, choice, weights,
         E2M1_MAX * how.limit, route_scale, weight.stride(0), kind_of(how), how.factor is not None, part, parts,
         experts, top_k, triton.next_power_of_2(top_k), length, READ * warps, bn, on,
-        num_warps=warps, **pdl.launch(on),
+        num_warps=warps, maxnreg=MANY, **pdl.launch(on),
     )  # fmt: skip
     return Routed(choice, weights, weights.new_empty(1, 0)), rounded

@@ -22,7 +22,9 @@ from inkcap.ops.linear.fixed import parts_of
 from inkcap.ops.router.ref import route_sigmoid, route_sink
 from inkcap.ops.values import Normed, Routed
 
-LONG, SHORT = (1, 4), (1, 1)  # one token: rows of a program and its warps, by the rows' length; measured on an H200
+# one token: rows of a program and its warps, measured on an H200; a program that norms holds the norm's weights too
+NORMS, LONG, SHORT = (2, 4), (1, 2), (1, 1)
+MANY = 255  # registers: with fewer the last loads of a row wait for the first products
 MOST = 8192  # columns of a matrix whose rows a program holds
 READ = 256  # columns that a warp reads at once: 16 bytes a lane in bf16
 FEW = 64  # tokens that are multiplied in parts
@@ -44,7 +46,7 @@ def scored(logit, bias, SINK: tl.constexpr):
 
 
 @triton.jit
-def best(keys, values, E: tl.constexpr):
+def best(keys, values):
     """(key, expert, value) of each lane's largest key, of equal ones the first."""
     lane = tl.arange(0, LANES)
     last: tl.constexpr = len(keys) - 1
@@ -79,17 +81,18 @@ def choose(
     A lane's next best is sought while the warp finds the best of all, which only one lane has.
     """
     place = tl.arange(0, BP)
-    expert = tl.zeros([BP], tl.int32)
-    top, own, value = best(keys, values, E)
+    expert, total = tl.zeros([BP], tl.int32), 0.0
+    top, own, value = best(keys, values)
     keys = without(keys, own)
     for k in tl.static_range(TOP):
         first = tl.min(tl.where(top == tl.max(top, 0), own, E - 1), 0)  # the lowest index wins
         chosen = own == first
-        bits = tl.max(tl.where(chosen, value, LOWEST), 0)
+        of_it = tl.max(tl.where(chosen, value, LOWEST), 0).to(tl.float32, bitcast=True)
+        total += of_it
         expert = tl.where(place == k, first, expert)
-        picked = tl.where(place == k, bits.to(tl.float32, bitcast=True), picked)
+        picked = tl.where(place == k, of_it, picked)
         if k < TOP - 1:
-            next_top, next_own, next_value = best(keys, values, E)
+            next_top, next_own, next_value = best(keys, values)
             top = tl.where(chosen, next_top, top)
             own = tl.where(chosen, next_own, own)
             value = tl.where(chosen, next_value, value)
@@ -101,8 +104,7 @@ def choose(
         share = tl.exp(log - tl.max(log, 0))
         weight = share / tl.sum(share, 0) * scale
     else:
-        share = tl.where(place < TOP, picked, 0.0)
-        weight = share / (tl.sum(share, 0) + 1e-20) * scale
+        weight = picked / (total + 1e-20) * scale
     tl.store(choice + place, expert.to(tl.int64), mask=place < TOP)
     tl.store(weights + place, weight, mask=place < TOP)
     if S > 0:
@@ -265,7 +267,11 @@ def choose_rows(
 
 @functools.cache
 def box_of(device: torch.device, every: int) -> Tensor:
-    """A place for a letter of each of a router's rows; empty between launches."""
+    """A place for a letter of each of a router's rows; empty between launches.
+
+    It must not be made while a graph is captured, which would own it; so a step is run before steps are captured.
+    """
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
     return torch.full((every,), EMPTY.value, dtype=torch.int64, device=device)
 
 
@@ -295,14 +301,14 @@ def route(
         unnormed = rows.normed is None
         own = x if rows.normed is None else rows.normed
         normed = torch.empty(1, length, dtype=rows.dtype, device=x.device) if unnormed else own
-        bn, warps = LONG if length > 4096 else SHORT
+        bn, warps = SHORT if length <= 4096 else NORMS if unnormed else LONG
         programs = triton.cdiv(every, bn)
         route_row[(programs + 1,)](
             own, rows.weight, weight, normed, box_of(x.device, every), bias, scale, choice, weights, gammas,
             rows.eps, route_scale, weight.stride(0),
             unnormed, experts, shared, top_k, sink, places, length, READ * warps, bn,
             triton.next_power_of_2(triton.cdiv(length, programs)), on,
-            num_warps=warps, **pdl.launch(on),
+            num_warps=warps, maxnreg=MANY, **pdl.launch(on),
         )  # fmt: skip
         rows.normed = normed
     elif tokens:
