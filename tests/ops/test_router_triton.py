@@ -5,6 +5,7 @@ import torch
 from ops import test_router
 
 from inkcap.ops.norm.ref import rms_norm
+from inkcap.ops.router.ref import route_sigmoid
 from inkcap.ops.router.triton import EMPTY, box_of, route_sigmoid_triton, route_sink_triton
 from inkcap.ops.values import Normed
 
@@ -48,6 +49,19 @@ def test_route_sink_gives_equal_scores_to_the_lowest_index():
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the interpreter's exp, which gives infinity
 def test_route_sink_bears_logits_whose_sigmoid_underflows():
     test_router.test_route_sink_bears_logits_whose_sigmoid_underflows()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(("experts", "top_k"), [(130, 8), (33, 33)])
+def test_equal_scores_within_and_across_lanes(tokens, experts, top_k):
+    x, weight = Normed(torch.randn(tokens, 8), torch.ones(8), 0.0), torch.zeros(experts, 8)
+    for kinds in (1, 3):
+        bias = torch.randint(-1, kinds - 1, (experts,)).float()
+        want = route_sigmoid.reference(x, weight, bias, top_k=top_k, route_scale=2.0)
+        got = route_sigmoid_triton(x, weight, bias, top_k=top_k, route_scale=2.0)
+        assert torch.equal(got.choice, want.choice)
+        torch.testing.assert_close(got.weights, want.weights)
+    assert (box_of(torch.device("cpu"), experts) == EMPTY.value).all()
 
 
 def test_route_sigmoid():
