@@ -120,10 +120,8 @@ def post(box, n, logit, bias, EVERY: tl.constexpr, SINK: tl.constexpr):
 
 @triton.jit
 def letters(box, E: tl.constexpr, S: tl.constexpr, R: tl.constexpr):
-    """What is in the box now: R tensors of 32 experts, the letters of the shared ones [32], and whether all are there.
-
-    Each is read from where all processors see it.
-    """
+    """What is in the box now: R tensors of 32 experts, the letters of at most 32 shared ones [32], and whether all are
+    there. Each is read from where all processors see it."""
     lane = tl.arange(0, LANES)
     found = ()
     earliest = tl.full([LANES], 0, tl.int32)
@@ -301,7 +299,7 @@ def route(
         unnormed = rows.normed is None
         own = x if rows.normed is None else rows.normed
         normed = torch.empty(1, length, dtype=rows.dtype, device=x.device) if unnormed else own
-        bn, warps = SHORT if length <= 4096 else NORMS if unnormed else LONG
+        bn, warps = NORMS if unnormed and length > 2048 else LONG if length > 4096 else SHORT
         programs = triton.cdiv(every, bn)
         route_row[(programs + 1,)](
             own, rows.weight, weight, normed, box_of(x.device, every), bias, scale, choice, weights, gammas,
