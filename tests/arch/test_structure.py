@@ -153,6 +153,6 @@ def test_types_are_checked_everywhere_but_in_kernels():
     kernels = {
         file.relative_to(ROOT.parent).as_posix()
         for file in FILES
-        if re.search("^import triton", file.read_text(), re.M)
+        if re.search(r"^(import triton|from triton\.experimental)", file.read_text(), re.M)
     }
-    assert ignored == kernels, "tool.pyright.ignore in pyproject.toml lists exactly the files that import triton"
+    assert ignored == kernels, "tool.pyright.ignore in pyproject.toml lists exactly the files that declare kernels"
