@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inkcap.ops.sample.ref import TURNS
 
-SLOTS = 8  # draws whose tokens the host may still have to read; two are in flight
+LINES = 8  # draws whose tokens the host may still have to read; two are in flight
 HOST = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 WHOLE = {torch.int32: "i", torch.int64: "q"}  # as struct spells them
 
@@ -84,25 +84,25 @@ class Board:
     """Where captured draws leave their tokens for the host, so that no copy stands on the stream between two steps.
 
     The kernel that chooses a token writes it to `words`, pinned memory. A graph writes to the same addresses whenever
-    it runs, so draws are counted on the device, in `turn`, and take the slots in turn; the host counts along. See
-    `draw_next`. A slot is written again only when the host has read it, and a word that is not of the draw that it was
+    it runs, so draws are counted on the device, in `turn`, and take its lines in turn; the host counts along. See
+    `draw_next`. A line is written again only when the host has read it, and a word that is not of the draw that it was
     read for, because it was read too early or too late, fails the step.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
         """For draws of up to `most` tokens."""
-        self.words = torch.zeros(SLOTS, most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.words = torch.zeros(LINES, most, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self.queued = 0  # what `turn` is once all that was queued has run
-        self.held: deque[Posted] = deque()  # of the latest draws, one for each slot
+        self.held: deque[Posted] = deque()  # of the latest draws, one for each line
 
     def post(self, draw: Callable[[], None], places: slice | list[int]) -> "Posted":
         """Queue a draw. Gives the tokens of the entries at `places`."""
-        if len(self.held) == SLOTS:
-            self.held.popleft().wait()  # the draw takes its slot; read long ago, unless nobody did
+        if len(self.held) == LINES:
+            self.held.popleft().wait()  # the draw takes its line; read long ago, unless nobody did
         draw()
         self.queued = (self.queued + 1) % TURNS
-        posted = Posted(self.words[self.queued % SLOTS], places, self.queued, self.turn.device)
+        posted = Posted(self.words[self.queued % LINES], places, self.queued, self.turn.device)
         self.held.append(posted)
         return posted
 

@@ -5,7 +5,7 @@ import torch
 
 from inkcap.ops.sample.ref import Limits, sample
 from inkcap.ops.sample.triton import draw_next_triton, sample_triton
-from inkcap.runner.transfer import SLOTS, Board
+from inkcap.runner.transfer import LINES, Board
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -74,7 +74,7 @@ class Captured:
 @pytest.mark.parametrize(("count", "words"), [(1, 50_256), (5, 200_058), (200, 3000)])
 def test_tokens_of_captured_draws_reach_the_host_with_many_in_flight(count, words):
     torch.manual_seed(count)
-    made, number = Captured(count, words), 3 * SLOTS + 1
+    made, number = Captured(count, words), 3 * LINES + 1
     posted = [made.board.post(made.graph.replay, slice(count)) for _ in range(number)]
     wanted = [made.expected(n) for n in range(number)]
     for each, tokens in zip(posted, wanted, strict=True):
@@ -90,7 +90,7 @@ def test_tokens_of_captured_draws_reach_the_host_with_many_in_flight(count, word
 def test_tokens_that_are_read_before_they_are_drawn_are_found():
     """Whoever forgets to wait, while the device is busy with something else."""
     made = Captured(3, 50_256)
-    for _ in range(2 * SLOTS + 3):
+    for _ in range(2 * LINES + 3):
         torch.cuda._sleep(50_000_000)
         posted = made.board.post(made.graph.replay, slice(3))
         posted.event, event = None, posted.event

@@ -83,12 +83,12 @@ def test_rows_that_are_no_numbers_give_no_token(bad, heat):
 def test_what_is_drawn_next_is_in_the_rows_and_on_the_board(function, settings, banned):
     """Against `sample` and loops over rows, three draws running; the count of draws begins again in between."""
     torch.manual_seed(3)
-    listed, spare, slots = [4, 0, 9, 2, 9, 7], 9, 4
+    listed, spare, lines = [4, 0, 9, 2, 9, 7], 9, 4
     rows = torch.tensor(listed, dtype=torch.int32)
     tokens, lengths = torch.randint(0, 300, (10, 50), dtype=torch.int32), torch.randint(1, 40, (10,))
     heat, limits = columns(settings)
     seeds, _ = keyed(6)
-    board, turn = torch.full((slots, 8), -7), torch.tensor([TURNS - 2])
+    board, turn = torch.full((lines, 8), -7), torch.tensor([TURNS - 2])
     banned = torch.tensor(banned, dtype=torch.int64)
     for now in (TURNS - 1, 0, 1):
         logits = torch.randn(6, 300)
@@ -101,7 +101,7 @@ def test_what_is_drawn_next_is_in_the_rows_and_on_the_board(function, settings, 
         assert (61 in wanted) == (len(banned) == 0)
         known, grown, words = tokens.clone(), lengths.clone(), board.clone()
         for place, (row, token) in enumerate(zip(listed, wanted, strict=True)):
-            words[now % slots, place] = now * 2**32 + token % 2**32
+            words[now % lines, place] = now * 2**32 + token % 2**32
             if row != spare:
                 known[row, grown[row]] = token
                 grown[row] += 1

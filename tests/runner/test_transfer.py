@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inkcap.ops.sample.ref import TURNS, draw_next
-from inkcap.runner.transfer import SLOTS, Board
+from inkcap.runner.transfer import LINES, Board
 
 CPU = torch.device("cpu")
 ROWS = 3
@@ -57,7 +57,7 @@ def numbers(posted) -> list[int]:
 
 
 @pytest.mark.parametrize("begin", [0, TURNS - 20])
-@pytest.mark.parametrize("late", [0, 1, SLOTS - 1])
+@pytest.mark.parametrize("late", [0, 1, LINES - 1])
 def test_tokens_may_be_read_some_draws_later(late, begin):
     draws, open_, found = Draws(begin), [], []
     wanted = [[n, n + 1, n + 2] for n in range(100)]
@@ -68,10 +68,10 @@ def test_tokens_may_be_read_some_draws_later(late, begin):
     assert found + [numbers(posted) for posted in open_] == wanted
 
 
-def test_whoever_is_not_read_is_read_before_its_slot_is_taken():
+def test_whoever_is_not_read_is_read_before_its_line_is_taken():
     draws = Draws()
-    posted = [draws.post([n, 2 * n, 3 * n]) for n in range(5 * SLOTS)]
-    assert [numbers(each) for each in posted] == [[n, 2 * n, 3 * n] for n in range(5 * SLOTS)]
+    posted = [draws.post([n, 2 * n, 3 * n]) for n in range(5 * LINES)]
+    assert [numbers(each) for each in posted] == [[n, 2 * n, 3 * n] for n in range(5 * LINES)]
 
 
 def test_some_places_of_a_draw():
@@ -94,7 +94,7 @@ def test_tokens_that_are_read_too_early_fail_the_step():
             early.wait()
         draws.go_on()
         assert numbers(early) == [1, 2, 3]
-        for n in range(SLOTS):
+        for n in range(LINES):
             draws.post([n, n, n])
 
 
@@ -107,10 +107,10 @@ def test_one_word_that_is_missing_fails_the_step():
 
 
 def test_tokens_that_are_written_over_fail_the_step():
-    """The host counts on slots that nobody kept free for it."""
+    """The host counts on lines that nobody kept free for it."""
     draws = Draws()
     late = draws.post([1, 2, 3])
-    for _ in range(SLOTS):
+    for _ in range(LINES):
         draws.draw([4, 5, 6])
-    with pytest.raises(RuntimeError, match=f"draw 1 are of draws .{1 + SLOTS}"):
+    with pytest.raises(RuntimeError, match=f"draw 1 are of draws .{1 + LINES}"):
         late.wait()

@@ -113,9 +113,9 @@ def draw_next(
     """`sample` for the next position of each of `rows` [S] int32, which gets its token; the host finds it on the board.
 
     banned: [B] int64, ids that are not drawn; what logits say of them is lost. tokens, lengths and spare: of
-    `append_tokens`. turn: [1] int64, the number of draws modulo TURNS, this one included afterwards. board: [slots, at
-    least S] int64, which the host can read; slot turn % slots gets a word for each entry, turn * 2**32 + token modulo
-    2**32, so that whoever reads it knows of which draw it is. `slots` divides TURNS.
+    `append_tokens`. turn: [1] int64, the number of draws modulo TURNS, this one included afterwards. board: [lines, at
+    least S] int64, which the host can read; line turn % lines gets a word for each entry, turn * 2**32 + token modulo
+    2**32, so that whoever reads it knows of which draw it is. `lines` divides TURNS.
 
     Where kernels overlap, only the logits may be new: all else is complete before the forward begins.
     """
@@ -124,7 +124,7 @@ def draw_next(
     turn.add_(1).remainder_(TURNS)
     drawn = sample(logits, temperature, limits, seeds, lengths[rows.long()])
     append_tokens(rows, drawn, tokens, lengths, spare)
-    words = board.to(turn.device, non_blocking=True)  # all slots: where a copy goes cannot depend on a number
+    words = board.to(turn.device, non_blocking=True)  # all lines: where a copy goes cannot depend on a number
     words[:, : len(rows)].index_copy_(0, turn % len(board), ((turn << 32) | (drawn & LOW))[None])
     board.copy_(words, non_blocking=True)
     return drawn

@@ -224,7 +224,7 @@ def choose_kernel(best, places, drawn, spans, WIDE: tl.constexpr):
 @triton.jit
 def append_kernel(
     best, places, drawn, rows, tokens, lengths, board, turn, spare, spans, capacity, pitch,
-    SLOTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chooses, adds the token to its row, and tells the host. Each row is one program's."""
     at_row = tl.program_id(0).to(tl.int64)
@@ -234,7 +234,7 @@ def append_kernel(
     now = tl.load(turn)
     token = chosen(best, places, at_row, spans, WIDE)
     tl.store(drawn + at_row, token)
-    tl.store(board + now % SLOTS * pitch + at_row, (now << 32) | (token & 0xFFFFFFFF))
+    tl.store(board + now % LINES * pitch + at_row, (now << 32) | (token & 0xFFFFFFFF))
     if row != spare:
         tl.store(tokens + row * capacity + length, token.to(tl.int32))
         tl.store(lengths + row, length + 1)
@@ -281,7 +281,7 @@ def draw_next_triton(
     best, places, spans = scores_of(logits, temperature, limits, seeds, lengths, (banned, rows, turn))
     append_kernel[(len(rows),)](
         best, places, drawn, rows, tokens, lengths, board, turn, spare, spans, tokens.stride(0), board.stride(0),
-        SLOTS=len(board), WIDE=triton.next_power_of_2(spans), PDL=on, num_warps=1, **pdl.launch(on),
+        LINES=len(board), WIDE=triton.next_power_of_2(spans), PDL=on, num_warps=1, **pdl.launch(on),
     )  # fmt: skip
     return drawn
 
