@@ -15,10 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from inkcap.ops import pdl
-from inkcap.ops.experts.ring import copy_rows, everybody
+from inkcap.ops.experts.ring import RENAMED, copy_rows, everybody
 from inkcap.ops.values import GroupView, Packing, Scores
 
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 LOG2E = gl.constexpr(1.4426950408889634)
 HIDDEN = gl.constexpr(-1.0e30)
 PROGRAMS = gl.constexpr(8)  # of a cluster, and most heads of a kv head
