@@ -12,7 +12,6 @@ Graphs are keyed by T and, for the forward, by a bound on the rows' lengths: ker
 beyond R name the table's spare row, which has one token and no blocks, so they store nothing and nobody reads them.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
@@ -77,8 +76,8 @@ class DeviceRecorder:
         self.free_bytes = torch.cuda.mem_get_info(device)[0]
         self.lacking: set[Replays] = set()
         with torch.cuda.stream(self.stream):  # a library allocates for each stream when it is used first
-            one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-            torch.mm(one, one)
+            self.one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+            torch.mm(self.one, self.one)
 
     def capture(self, work: Callable[[], None], earlier: Replays | None) -> Replays:
         """Capture `work`, unless `earlier` lacks nothing."""
@@ -89,11 +88,10 @@ class DeviceRecorder:
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:
                 work()
+                if len(self.missed) > missed:  # perhaps all that it has, and torch warns of an empty graph
+                    self.one.fill_(1)
             finally:
-                with warnings.catch_warnings():
-                    if len(self.missed) > missed:  # perhaps all that it has; it is captured again
-                        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-                    graph.capture_end()
+                graph.capture_end()
         if len(self.missed) > missed:
             self.lacking.add(graph)
         return graph

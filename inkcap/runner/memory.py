@@ -1,5 +1,6 @@
 """How many bytes of state a rank may keep, and what that becomes."""
 
+import gc
 from itertools import pairwise
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def measure_step(config: EngineConfig, model: Model, device: torch.device) -> in
     """Bytes that a step as large as any takes on a GPU: run with a cache of its own, but for our kernels, which are
     compiled and not launched. They allocate nothing, and weights need not be there yet.
     """
+    gc.collect()  # what an earlier engine left would go in the middle, and its room be taken for free
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

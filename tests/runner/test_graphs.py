@@ -103,21 +103,25 @@ def test_ops_without_a_kernel_are_named():
     assert sample.name not in called_by_reference(lambda: None)
 
 
-class Empty:
-    """A graph in which nothing was captured."""
+class Watched:
+    """A graph that sees what is written to one tensor, and is empty without."""
+
+    one = torch.ones(2)
 
     def capture_begin(self, pool, capture_error_mode):
-        pass
+        self.begun = self.one._version
 
     def capture_end(self):
-        warnings.warn("The CUDA Graph is empty. This usually means ...", UserWarning, stacklevel=2)
+        if self.one._version == self.begun:
+            warnings.warn("The CUDA Graph is empty. This usually means ...", UserWarning, stacklevel=2)
 
 
-def test_a_graph_is_empty_without_a_warning_where_kernels_were_not_ready(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Empty)
+def test_no_graph_is_empty_for_kernels_that_were_not_ready(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Watched)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     recorder = DeviceRecorder.__new__(DeviceRecorder)
     recorder.missed, recorder.lacking, recorder.pool, recorder.stream = [], set(), None, None
+    recorder.one = Watched.one
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         first = recorder.capture(lambda: recorder.missed.append("a kernel"), None)
