@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inkcap.ops import pdl
-from inkcap.ops.attention import cluster, splits
+from inkcap.ops.attention import row, splits
 from inkcap.ops.attention.decode import combine_kernel, split_kernel
 from inkcap.ops.attention.prefill import shift_kernel, tile_kernel
 from inkcap.ops.attention.ref import attention
@@ -39,8 +39,8 @@ def attention_triton(
     heads, kv = q.shape[1], k.shape[1]
     out = torch.empty_like(q, dtype=r.dtype)
     tokens, sequences, widest = len(q), len(packing.rows), packing.widest
-    if cluster.suits(q, k, r, scores, packing, v_scale):
-        cluster.attend(q, k, v, r, out, scores, view, packing, sinks, gate)
+    if row.suits(q, k, r, scores, packing, v_scale is not None):
+        row.attend(q, k, v, r, out, scores, view, packing, sinks, gate)
     elif splits.whole(tokens, sequences, widest, heads // kv, kv):
         few(q, k, v, r, out, scores, view, packing, sinks, gate, v_scale, widest, NOBODY)
     else:

@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
+from inkcap.ops.letters import box_of
 from inkcap.ops.quantize.ref import E2M1_MAX, Rounding, check_columns
 from inkcap.ops.quantize.triton import SHORT as PART
 from inkcap.ops.quantize.triton import kind_of, round_part
 from inkcap.ops.router.ref import route_sigmoid_rounded
-from inkcap.ops.router.triton import LONG, MANY, MOST, READ, SHORT, box_of, choose_from, pieces, post, product
+from inkcap.ops.router.triton import EMPTY, LONG, MANY, MOST, READ, SHORT, choose_from, pieces, post, product
 from inkcap.ops.values import Normed, Routed
 
 
@@ -61,7 +62,7 @@ def route_sigmoid_rounded_triton(
     rounded = torch.empty(1, length, dtype=x.dtype, device=device)
     route_row_rounded[(programs + parts + 1,)](
         x, weight, x if how.factor is None else how.factor, rounded,
-        box_of(device, experts), bias, choice, weights,
+        box_of(weight, experts, torch.int64, EMPTY.value), bias, choice, weights,
         E2M1_MAX * how.limit, route_scale, weight.stride(0), kind_of(how), how.factor is not None, part, parts,
         experts, top_k, triton.next_power_of_2(top_k), length, READ * warps, bn, on,
         num_warps=warps, maxnreg=MANY, **pdl.launch(on),

@@ -9,8 +9,6 @@ One token's choice holds 32 experts in a tensor, one a lane, and every warp hold
 between warps while the step waits. Several tokens' logits come in many parts, which are read in wider tensors.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -18,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
+from inkcap.ops.letters import box_of
 from inkcap.ops.linear.few import normed_in_parts
 from inkcap.ops.linear.fixed import parts_of
 from inkcap.ops.router.ref import route_sigmoid, route_sink
@@ -283,16 +282,6 @@ def choose_rows(
         tl.store(gammas - TOP + place, weight, mask=behind)
 
 
-@functools.cache
-def box_of(device: torch.device, every: int) -> Tensor:
-    """A place for a letter of each of a router's rows; empty between launches.
-
-    It must not be made while a graph is captured, which would own it; so a step is run before steps are captured.
-    """
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-    return torch.full((every,), EMPTY.value, dtype=torch.int64, device=device)
-
-
 def route(
     rows: Normed,
     weight: Tensor,
@@ -322,8 +311,8 @@ def route(
         bn, warps = NORMS if unnormed and length > 2048 else LONG if length > 4096 else SHORT
         programs = triton.cdiv(every, bn)
         route_row[(programs + 1,)](
-            own, rows.weight, weight, normed, box_of(x.device, every), bias, scale, choice, weights, gammas,
-            rows.eps, route_scale, weight.stride(0),
+            own, rows.weight, weight, normed, box_of(weight, every, torch.int64, EMPTY.value), bias, scale,
+            choice, weights, gammas, rows.eps, route_scale, weight.stride(0),
             unnormed, experts, shared, top_k, sink, blocks[1], length, READ * warps, bn,
             triton.next_power_of_2(triton.cdiv(length, programs)), on,
             num_warps=warps, maxnreg=MANY, **pdl.launch(on),

@@ -1,4 +1,4 @@
-"""The kernel of clusters compiles for a Hopper, which takes no device; its results are compared on one."""
+"""The kernel for one token compiles for a Hopper, which takes no device; its results are compared on one."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from inkcap.ops.attention import cluster
+from inkcap.ops.attention import row
 
 PROGRAM = """
 import sys
@@ -17,10 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from inkcap.ops import pdl
-from inkcap.ops.attention import cluster
+from inkcap.ops.attention import row
 from inkcap.ops.values import GroupView, LogScaling, Packing, Scores
 
-kernel = cluster.cluster_kernel
+kernel = row.row_kernel
 driver.set_active(SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
     get_current_stream=lambda device: 0, map_python_to_cpp_type=lambda of: of,
@@ -35,7 +35,7 @@ def warm(grid):
     return call
 
 
-cluster.cluster_kernel = type("Compiled", (), {"__getitem__": lambda self, grid: warm(grid)})()
+row.row_kernel = type("Compiled", (), {"__getitem__": lambda self, grid: warm(grid)})()
 make = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype)
 heads, kv, window, seam = (int(word) for word in sys.argv[1:])
 ints = make(2, dtype=torch.int32)
@@ -44,9 +44,9 @@ scores = Scores(0.1, window or None, make(16, window or 1024), None if window el
 planes = make(2, 64, kv, 128), make(2, 64, kv, 128)
 view = GroupView(64, make(1, 32, dtype=torch.int32), make(1, dtype=torch.int64), planes)
 q, k, v, r = (make(1, *shape) for shape in ((heads, 128), (kv, 128), (kv, 128), (heads, 16)))
-assert cluster.suits(q, k, r, scores, packing, None)
+assert row.suits(q, k, r, scores, packing, False)
 sinks, gate = (make(1, heads, dtype=torch.float32), make(1, heads * 128)) if seam else (None, None)
-cluster.attend(q, k, v, r, make(1, heads, 128), scores, view, packing, sinks, gate)
+row.attend(q, k, v, r, make(1, heads, 128), scores, view, packing, sinks, gate)
 """
 
 
@@ -61,13 +61,15 @@ def test_compiles(heads, kv, window, seam):
     )
     assert done.returncode == 0, done.stderr
     assert "mma.sync" in done.stdout
-    assert "st.async" in done.stdout
-    behind = done.stdout.split("griddepcontrol.wait", 1)[1]
-    assert behind.count("bar.sync") == 1
+    first, second = done.stdout.split("griddepcontrol.wait")[1:]
+    assert first.count("bar.sync") == 0
+    assert second.count("bar.sync") == 2
+    assert "st.global.v4" in second
 
 
 @pytest.mark.parametrize(
-    ("reach", "window", "warps"), [(1, 512, 4), (4096, 512, 4), (4096, 1024, 8), (1025, None, 8), (1026, None, 0)]
+    ("reach", "window", "tile"),
+    [(1, 512, (8, 4)), (4096, 512, (8, 4)), (4096, 1024, (16, 4)), (2049, None, (16, 8)), (2050, None, (0, 0))],
 )
-def test_warps(reach, window, warps):
-    assert cluster.warps_of(reach, window) == warps
+def test_tiles(reach, window, tile):
+    assert row.tile(reach, window) == tile
