@@ -190,7 +190,7 @@ def engine_of(
 
 
 def generate(engine: LocalEngine, prompts: list[list[int]], count: int, params: SamplingParams) -> Sample:
-    """Run prompts to `count` tokens each; times of the steps in which all of them decode."""
+    """Run prompts to `count` tokens each; times of the steps in which all of them decode, RuntimeError if none do."""
     arrived: SimpleQueue[tuple[float, list[TokenDelta] | EngineFault]] = SimpleQueue()
 
     def sink(deltas: list[TokenDelta] | EngineFault) -> None:
@@ -216,6 +216,8 @@ def generate(engine: LocalEngine, prompts: list[list[int]], count: int, params: 
     assert first_at is not None, "a prompt ended without a token"
     gaps = [b - a for a, b in pairwise(times)]
     first, later = gaps[:STEPS], gaps[WARM_STEPS:]
+    if not later and count > WARM_STEPS + 2:
+        raise RuntimeError(f"{len(prompts)} sequences never ran at once for {WARM_STEPS} steps; some wait for room")
     return Sample(
         sum(first) / max(1, len(first)), sum(later) / max(1, len(later)), max(later, default=0.0), first_at - begin
     )

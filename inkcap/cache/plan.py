@@ -234,7 +234,8 @@ def plan_memory(groups: Sequence[CacheGroup], budget_bytes: int, load: Load, *, 
             group: load.rows * -(-max_length // group.block) if group.window is None else live_blocks(group, load)
             for group in groups
         }
-        layout = layout_of(groups, min(budget_bytes, 2 * sum(g.block_bytes * (n + 2) for g, n in most.items())))
+        # a slab of less than three blocks may hold only one, where it begins inside another
+        layout = layout_of(groups, min(budget_bytes, 3 * sum(g.block_bytes * (n + 2) for g, n in most.items())))
         if layout.slabs:
             slabs = sum(layout.slabs_for(group, blocks) for group, blocks in most.items())
             layout = replace(layout, slabs=min(layout.slabs, slabs))
