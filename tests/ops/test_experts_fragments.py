@@ -70,7 +70,7 @@ where += [make(1, dtype=torch.int64)]
 base = make(1, channels, dtype=torch.float32)
 fragments.down(
     act, coded(channels, units), route, base, tuple(where), (1024, 256, 4, 1, 256), (4, 4), 0.5, make(1, channels),
-    convolved=True,
+    convolved=True, fixed=bits == 8,
 )
 """
 

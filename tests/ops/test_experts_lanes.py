@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from inkcap.ops.experts.lanes import layouts, step_of, suits, width_of
+from inkcap.ops.experts.lanes import fixed_cut, layouts, step_of, suits, width_of
 from inkcap.ops.quantize.coded import Coded
 
 PROGRAM = """
@@ -58,6 +58,9 @@ x, act, w13, w2 = make(tokens, channels), make(tokens, 3, units), coded(2 * unit
 assert lanes.suits(x, w13, tokens, 3 * tokens, paired=True) and lanes.suits(act, w2, tokens, 3 * tokens, paired=False)
 lanes.grouped_lanes(x, w13, route, 3, act, paired=True, caps=Caps(3.0, 2.0))
 lanes.grouped_lanes(act, w2, uses, 1, make(tokens * 3, channels), paired=False, early=True)
+cut = lanes.fixed_cut(w13, tokens, 16, paired=True)
+assert cut.sums == 2
+lanes.grouped_lanes(x, w13, route, 3, act, paired=True, caps=Caps(3.0, 2.0), cut=cut)
 """
 
 
@@ -72,9 +75,9 @@ def test_it_compiles_for_a_hopper(bits):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    both = [part for part in done.stdout.split(".version") if "mma.sync" in part]
-    assert len(both) == 2
-    for part in both:
+    all_three = [part for part in done.stdout.split(".version") if "mma.sync" in part]
+    assert len(all_three) == 3
+    for part in all_three:
         before, _, behind = part.rpartition("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")
         loop = before[before.index("mma.sync") :]
         assert "fma.rn.bf16x2" in before
@@ -108,6 +111,15 @@ def test_no_other_device_takes_them():
 
 def test_rows_are_cut_into_whole_steps():
     assert [step_of(words) for words in (144, 72, 48, 7)] == [16, 8, 16, 0]
+
+
+@pytest.mark.parametrize(("bits", "columns", "sums"), [(4, 2304, 2), (8, 4608, 2), (4, 128, 1), (8, 128, 1)])
+def test_rows_of_four_pieces_are_summed_as_one_tokens_are(bits, columns, sums):
+    codes = torch.empty(2, 64, columns * bits // 8, dtype=torch.uint8)
+    w = Coded(codes, codes, torch.ones(2) if bits == 4 else None, torch.bfloat16)
+    for tokens, width in ((1, 8), (8, 8), (64, 8), (300, 16)):
+        up, down = (fixed_cut(w, tokens, width, paired=paired) for paired in (True, False))
+        assert ((up.slices, up.sums), (down.slices, down.sums)) == ((2, sums), (1, 1))
 
 
 def test_tiles_hold_what_experts_have():

@@ -1,4 +1,4 @@
-"""Experts in deterministic mode on a GPU: one kernel for any number of tokens, see `fixed_products`."""
+"""Experts in deterministic mode on a GPU: sums in one order for any number of tokens, see `fixed_products`."""
 
 import torch
 from torch import Tensor

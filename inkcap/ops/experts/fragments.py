@@ -4,7 +4,8 @@ A warp's product has 16 rows. These are pieces of fewer rows of weights side by 
 read at once (first half), or rows of two experts (second half). Each piece or expert of x has columns of the other
 operand: of the product [16, 8] one column a row is wanted. The order in which a word's codes are multiplied is that in
 which they fall out of it; x is put into this order in registers or on its way through shared memory. Weights are exact
-in bf16: code times scale has six bits. Written in Gluon, which is compiled, not interpreted: CI compiles it, a device
+in bf16: code times scale has six bits. Where a row is read in four pieces, lanes.py can sum in the same order, and in
+deterministic mode it does. Written in Gluon, which is compiled, not interpreted: CI compiles it, a device
 compares it.
 """
 
@@ -123,17 +124,27 @@ def first_of(steps: int, group: int) -> int:
 
 
 @gluon.jit
+def within(k, N: gl.constexpr, TURNS: gl.constexpr):
+    """Where elements k of N of a piece are from its first one, if four lanes take N / 4 each and TURNS pieces take
+    turns at that."""
+    OWN: gl.constexpr = N // 4
+    return k // OWN * (OWN * TURNS) + k % OWN
+
+
+@gluon.jit
 def read_steps(
-    x, next_column, next_step, columns, STEPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, N: gl.constexpr
+    x, next_column, next_step, columns,
+    STEPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, N: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A group's steps of x [steps C, N], C columns each, of which there may be fewer; a thread has all that a lane
-    multiplies of a column in one step."""
+    multiplies of a column in one step. Pieces take turns as those of the weights do."""
     FIRST: gl.constexpr = first_of(STEPS, GROUP)
     AT: gl.constexpr = gl.BlockedLayout([1, N // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     n = gl.arange(0, (first_of(STEPS, GROUP + 1) - FIRST) * C, layout=gl.SliceLayout(1, AT))
     k = gl.arange(0, N, layout=gl.SliceLayout(0, AT))
-    at = gl.minimum(n % C, columns - 1) * next_column + (FIRST + n // C) * next_step
-    return gl.load(x + at[:, None] + k[None, :])
+    c = gl.minimum(n % C, columns - 1)
+    at = c // TURNS * (TURNS * next_column) + c % TURNS * (N // 4) + (FIRST + n // C) * next_step
+    return gl.load(x + at[:, None] + within(k, N, TURNS)[None, :])
 
 
 @gluon.jit
@@ -182,6 +193,25 @@ def wanted(acc, column):
 
 
 @gluon.jit
+def each_place(x, ROWS: gl.constexpr, OUT: gl.constexpr):
+    """x [8 ROWS] as eight tensors [ROWS], a row's elements in one thread."""
+    ALL: gl.constexpr = gl.BlockedLayout([1, 2, 2, 2], [32, 1, 1, 1], [gl.num_warps(), 1, 1, 1], [3, 2, 1, 0])
+    x = gl.convert_layout(gl.reshape(gl.permute(gl.reshape(x, [8, ROWS]), (1, 0)), [ROWS, 2, 2, 2]), ALL)
+    level = (x,)
+    for _ in gl.static_range(3):  # from a place's last bit to its first
+        even, odd = (), ()
+        for i in gl.static_range(len(level)):
+            one, two = gl.split(level[i])
+            even += (one,)
+            odd += (two,)
+        level = even + odd
+    out = ()
+    for i in gl.static_range(8):
+        out += (gl.convert_layout(level[i], OUT),)
+    return out
+
+
+@gluon.jit
 def place_of(m, P: gl.constexpr, SHARE: gl.constexpr):
     """Row and piece of rows m of the product, if SHARE warps have a row together."""
     PER: gl.constexpr = 16 // P  # rows of a warp
@@ -205,13 +235,14 @@ def up_fragments(
     M: gl.constexpr = 16 * WARPS
     ROWS: gl.constexpr = M // C
     KEPT: gl.constexpr = BITS == 4  # all of x in shared memory, else a step is read while the one before is multiplied
+    TURNS: gl.constexpr = min(P, 2) if KEPT else 1
     pdl.wait(PDL)
     pdl.trigger(PDL)
     e = gl.load(choice + gl.program_id(1))
     if KEPT:
         steps = ()
         for g in gl.static_range(groups(STEPS)):
-            steps += (read_steps(x, W * PER, C * W * PER, C, STEPS, g, C, W * PER),)
+            steps += (read_steps(x, W * PER, C * W * PER, C, STEPS, g, C, W * PER, TURNS),)
         ONE: gl.constexpr = gl.reshape(gl.full([LANES, W * PER], 0, gl.int32, X), [C, SAME, W * PER]).type.layout
         AT: gl.constexpr = gl.SliceLayout(1, ONE) if C < LANES else X
     else:
@@ -222,12 +253,14 @@ def up_fragments(
     m = gl.arange(0, M, layout=gl.SliceLayout(1, WORDS))
     at = gl.arange(0, W, layout=gl.SliceLayout(0, WORDS))
     own, piece = place_of(m, P, SHARE)
-    wp = words + ((own * (K // PER) + piece * W)[:, None] + at[None, :])
+    first = piece // TURNS * (W * TURNS) + piece % TURNS * (W // 4)
+    wp = words + ((own * (K // PER) + first)[:, None] + within(at, W, TURNS)[None, :])
     BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.reshape(wp, [M, W // SCALED, SCALED]).type.layout)
     m = gl.arange(0, M, layout=gl.SliceLayout(1, BLOCKS))
     at = gl.arange(0, W // SCALED, layout=gl.SliceLayout(0, BLOCKS))
     own, piece = place_of(m, P, SHARE)
-    sp = scales + ((own * (K // PER // SCALED) + piece * (W // SCALED))[:, None] + at[None, :])
+    first = piece // TURNS * (W // SCALED * TURNS) + piece % TURNS
+    sp = scales + ((own * (K // PER // SCALED) + first)[:, None] + at[None, :] * TURNS)
     # all that depends on the choice: little stands between it and the first words
     row = (e.to(gl.int32) * (2 * UNITS) + gl.program_id(0) * ROWS).to(gl.int64)
     wp += row * (K // PER)
@@ -257,7 +290,12 @@ def up_fragments(
                     part = gl.load(xp + (i + 1) * (W * PER * C))
             acc = multiplied(held[i][0], held[i][1], pairs, acc, BITS, W)
     _, piece = place_of(gl.arange(0, M, layout=gl.SliceLayout(1, SUMS)), P, SHARE)
-    out = gl.sum(gl.reshape(wanted(acc, piece * SAME), [WARPS // SHARE, SHARE, 16 // P, P]), 3)
+    out = wanted(acc, piece * SAME)
+    if P == 4:  # one sum of two after the other: an order that others can have too
+        out = gl.reshape(out, [WARPS // SHARE, SHARE, 16 // P, 2, 2])
+        out = gl.sum(gl.sum(out, 4 if BITS == 4 else 3), 3)
+    else:
+        out = gl.sum(gl.reshape(out, [WARPS // SHARE, SHARE, 16 // P, P]), 3)
     # over the warps that share a row, and gate and up of a unit to one thread
     sums = gl.allocate_shared_memory(gl.float32, [SHARE, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     sums.store(gl.reshape(gl.permute(out, (1, 0, 2)), [SHARE, ROWS]))
@@ -274,7 +312,7 @@ def down_fragments(
     taps, plane, table, slots, row_of, positions,
     conv_scale, rows, block_stride, token_stride, table_stride, tap_channel, tap_distance,
     CONVOLVED: gl.constexpr, RESIDUAL: gl.constexpr, TAPS: gl.constexpr, HELD: gl.constexpr,
-    TOP: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
+    ROUNDED: gl.constexpr, TOP: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
     ROWS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr, WORDS: gl.constexpr, X: gl.constexpr,
     SUMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -283,18 +321,20 @@ def down_fragments(
     PER: gl.constexpr = 32 // BITS
     SCALED: gl.constexpr = 2 if BITS == 4 else 8
     STEPS: gl.constexpr = K // PER // W
-    PLACES: gl.constexpr = 16 * WARPS // ROWS
     pdl.trigger(PDL)
     first = gl.program_id(0) * ROWS
     place = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, SUMS)) // ROWS
-    OUT: gl.constexpr = gl.SliceLayout(0, gl.reshape(place, [PLACES, ROWS]).type.layout)
+    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     c = first + gl.arange(0, ROWS, layout=OUT)
     mask = c < rows
     if CONVOLVED:
         zero = gl.arange(0, 1, layout=OUT)
         row, position, slot = gl.load(row_of + zero), gl.load(positions + zero), gl.load(slots + zero)
     chosen = gl.load(choice + place, mask=place < TOP, other=0)
-    times = gl.load(weights + place, mask=place < TOP, other=0.0) * unit(gl.bfloat16, BITS)
+    times = gl.full([16 * WARPS], unit(gl.bfloat16, BITS), gl.float32, gl.SliceLayout(1, SUMS))
+    shares = ()
+    for k in gl.static_range(TOP):
+        shares += (gl.load(weights + k),)
     m = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, WORDS))
     at = gl.arange(0, W, layout=gl.SliceLayout(0, WORDS))
     e = gl.load(choice + gl.minimum(m // ROWS, TOP - 1)).to(gl.int32)
@@ -321,7 +361,7 @@ def down_fragments(
     pdl.wait(PDL)
     steps, kept = (), ()
     for g in gl.static_range(groups(STEPS)):
-        steps += (read_steps(act, K, W * PER, TOP, STEPS, g, LANES, W * PER),)
+        steps += (read_steps(act, K, W * PER, TOP, STEPS, g, LANES, W * PER, 1),)
     if RESIDUAL:
         base = gl.load(residual + c).to(gl.float32)
     for g in gl.static_range(groups(STEPS)):
@@ -334,7 +374,14 @@ def down_fragments(
                 held += (fetch(wp, sp, i + AHEAD, BITS, W),)
             pairs = kept_pairs_of(kept[g].index(i - first_of(STEPS, g)).load(X), BITS, W)
             acc = multiplied(held[i][0], held[i][1], pairs, acc, BITS, W)
-    out = gl.sum(gl.reshape(wanted(acc, place) * times, [PLACES, ROWS]), 0).to(act.dtype.element_ty)
+    products = each_place(wanted(acc, place) * times, ROWS, OUT)
+    total = gl.zeros([ROWS], gl.float32, OUT)
+    for k in gl.static_range(TOP):
+        product = products[k]
+        if ROUNDED:
+            product = product.to(act.dtype.element_ty).to(gl.float32)
+        total += product * shares[k]
+    out = total.to(act.dtype.element_ty)
     if CONVOLVED:
         out = finish(out, past, own_tap, conv_scale, plane, slot, c, mask, block_stride, token_stride, HELD)
     out = out.to(gl.float32)
@@ -409,13 +456,16 @@ def suits(x: Tensor, w: Coded, top_k: int) -> bool:
     return whole and able(x.device) and x.dtype == w.dtype == torch.bfloat16 and top_k <= LANES.value
 
 
-def up(x: Tensor, w: Coded, route: Routed, caps: Caps | None, out: Tensor) -> Tensor:
-    """First half: x [1, C], normed; w [E, 2 I, C]. Activations go into out [1, K, I], which is returned."""
+def up(x: Tensor, w: Coded, route: Routed, caps: Caps | None, out: Tensor, *, fixed: bool = False) -> Tensor:
+    """First half: x [1, C], normed; w [E, 2 I, C]. Activations go into out [1, K, I], which is returned.
+
+    `fixed`: no two warps share a row, so that sums are those of `lanes.py`.
+    """
     _, rows, length = w.shape
     on, words, step = pdl.supported(x.device), length * w.bits // 32, PIECE[w.bits]
-    pieces, share, (ahead, registers) = pieces_of(words, step), share_of(words, w.bits), UP[w.bits]
+    pieces, share, (ahead, registers) = pieces_of(words, step), 1 if fixed else share_of(words, w.bits), UP[w.bits]
     ahead = min(ahead, words // (pieces * step * share))
-    up_fragments[(rows // rows_of(words, w.bits), route.choice.numel())](
+    up_fragments[(rows * pieces * share // (16 * WARPS), route.choice.numel())](
         x, *stored(w), route.choice, out, 1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
         caps is not None, rows // 2, w.bits, length, step, pieces, share, WARPS, ahead,
         *layouts(WARPS, step, 32 // w.bits), on,
@@ -436,6 +486,7 @@ def down(
     out: Tensor,
     *,
     convolved: bool,
+    fixed: bool = False,
 ) -> Tensor:
     """Second half: act [1, K, I]; w [E, C, I]. The sum goes into out [1, C], which is returned; with `convolved` behind
     the convolution, whose taps and state `where`, `strides` and `window` are, and the addition."""
@@ -445,7 +496,7 @@ def down(
     ahead, registers = DOWN[step]
     down_fragments[(triton.cdiv(rows, 8),)](
         act, *stored(w), route.choice, route.weights, act if residual is None else residual, out, *where, conv_scale,
-        rows, *strides, convolved, residual is not None, *window, route.choice.numel(), w.bits, length, step,
+        rows, *strides, convolved, residual is not None, *window, fixed, route.choice.numel(), w.bits, length, step,
         8, WARPS, min(ahead, words // step), *layouts(WARPS, step, 32 // w.bits), on,
         num_warps=WARPS, maxnreg=registers, **pdl.launch(on),
     )  # fmt: skip

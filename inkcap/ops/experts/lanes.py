@@ -1,8 +1,8 @@
 """Products of experts for tiles of 8 or 16 uses with weights that are codes, in Gluon: words of codes go from memory to
 the lanes that multiply them, so that nothing passes through shared memory and no warp waits for another.
 
-A warp has 16 rows of weights, or several times as many, and one of Q slices of the columns. The order in which a word's
-codes are multiplied is that in which they fall out of it. CI compiles this, a device compares it.
+A warp has 16 rows of weights, or several times as many, and one of Q slices of the columns, which take turns. The order
+in which a word's codes are multiplied is that in which they fall out of it. CI compiles this, a device compares it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from inkcap.ops.act.triton import gated
 from inkcap.ops.experts.coded_many import stored
 from inkcap.ops.experts.codes import E4M3_PAIRS_TIMES_SCALE, PAIRS_TIMES_SCALE, scale_of, unit
 from inkcap.ops.experts.few import FEW, NARROW
-from inkcap.ops.experts.fragments import able
+from inkcap.ops.experts.fragments import PIECE, able, pieces_of
 from inkcap.ops.experts.group import Tiles
 from inkcap.ops.quantize.coded import Coded, Weights
 from inkcap.ops.values import Caps, Routed
@@ -42,21 +42,33 @@ def first_operand(pair, A: gl.constexpr):
 
 
 @gluon.jit
-def second_operand(x, B: gl.constexpr):
-    """[Q, uses, words, 2] to [Q, 2 words, uses]."""
-    return gl.convert_layout(gl.permute(gl.reshape(x, [x.shape[0], x.shape[1], 2 * x.shape[2]]), (0, 2, 1)), B)
+def parted(x):
+    """x [Q, n, k], of whose columns a lane has a fourth: the first half of each fourth, and the second."""
+    FOURTH: gl.constexpr = x.shape[2] // 4
+    x = gl.reshape(x, [x.shape[0], x.shape[1], 4, 2, FOURTH // 2])
+    one, two = gl.split(gl.permute(x, (0, 1, 2, 4, 3)))
+    one = gl.reshape(one, [x.shape[0], x.shape[1], 2 * FOURTH])
+    return one, gl.reshape(two, [x.shape[0], x.shape[1], 2 * FOURTH])
 
 
 @gluon.jit
-def multiplied(word, scale, x, acc, BITS: gl.constexpr):
-    """acc [Q, M, uses] and the product of words [Q, M, W] with x [Q, uses, codes of W words]."""
+def added(acc, pair, x):
+    """acc [Q, M, uses] and the product of pairs [Q, M, n] with x [Q, uses, 2 n]."""
+    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, pair.shape[2] // 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, pair.shape[2] // 2)
+    return mma_v2(first_operand(pair, A), gl.convert_layout(gl.permute(x, (0, 2, 1)), B), acc)
+
+
+@gluon.jit
+def multiplied(word, scale, x, sums, STEP: gl.constexpr, BITS: gl.constexpr):
+    """Sums [Q, M, uses], one or two, and the product of a step's words [Q, M, W] with x [Q, uses, codes of W words], in
+    the order of fragments.py. Of two sums, those of E4M3 codes take turns; of E2M1 codes the first has the first half
+    of each lane's words."""
     Q: gl.constexpr = word.shape[0]
     M: gl.constexpr = word.shape[1]
     W: gl.constexpr = word.shape[2]
-    N: gl.constexpr = acc.shape[2]
+    N: gl.constexpr = x.shape[1]
     SCALED: gl.constexpr = 2 if BITS == 4 else 8  # words under one scale
-    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, W // 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, W // 2)
     if BITS == 4:
         scale = scale.to(gl.int32)
         both = gl.inline_asm_elementwise(PAIR_OF_SCALE, "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1)
@@ -65,22 +77,32 @@ def multiplied(word, scale, x, acc, BITS: gl.constexpr):
         both = bits | ((bits >> 16) & 0xFFFF)
     both, word = gl.broadcast(gl.expand_dims(both, 3), gl.reshape(word, [Q, M, W // SCALED, SCALED]))
     if BITS == 4:
-        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+        p = gl.inline_asm_elementwise(
             PAIRS_TIMES_SCALE, "=r,=r,=r,=r,r,r", [word, both],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         even, odd = gl.split(gl.reshape(x, [Q, N, W, 2, 2, 2]))
         x0, x2 = gl.split(even)
         x1, x3 = gl.split(odd)
-        acc = mma_v2(first_operand(gl.reshape(p2, [Q, M, W]), A), second_operand(x2, B), acc)
-        acc = mma_v2(first_operand(gl.reshape(p3, [Q, M, W]), A), second_operand(x3, B), acc)
+        pairs = (x0, x1, x2, x3)
     else:
-        p0, p1 = gl.inline_asm_elementwise(
+        p = gl.inline_asm_elementwise(
             E4M3_PAIRS_TIMES_SCALE, "=r,=r,r,r", [word, both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
-        x0, x1 = gl.split(gl.reshape(x, [Q, N, W, 2, 2]))
-    acc = mma_v2(first_operand(gl.reshape(p0, [Q, M, W]), A), second_operand(x0, B), acc)
-    return mma_v2(first_operand(gl.reshape(p1, [Q, M, W]), A), second_operand(x1, B), acc)
+        pairs = gl.split(gl.reshape(x, [Q, N, W, 2, 2]))
+    for i in gl.static_range(32 // BITS // 2):
+        pair, own = gl.reshape(p[i], [Q, M, W]), gl.reshape(pairs[i], [Q, N, 2 * W])
+        if len(sums) == 1:
+            sums = (added(sums[0], pair, own),)
+        elif BITS == 4:
+            one, two = parted(pair)
+            one_x, two_x = parted(own)
+            sums = (added(sums[0], one, one_x), added(sums[1], two, two_x))
+        elif STEP % 2 == 0:
+            sums = (added(sums[0], pair, own), sums[1])
+        else:
+            sums = (sums[0], added(sums[1], pair, own))
+    return sums
 
 
 @gluon.jit(do_not_specialize=["tokens"])
@@ -89,7 +111,8 @@ def lanes_kernel(
     LISTED: gl.constexpr, TOP: gl.constexpr, BT: gl.constexpr, SHARE: gl.constexpr,  # as in few.py
     PAIRED: gl.constexpr, CAPPED: gl.constexpr, BITS: gl.constexpr, K: gl.constexpr,
     N: gl.constexpr,  # uses of a tile
-    Q: gl.constexpr,  # slices of the columns
+    Q: gl.constexpr,  # slices of the columns, which take turns
+    NUMBER: gl.constexpr,  # sums of a slice
     M: gl.constexpr,  # rows of a program
     W: gl.constexpr,  # words of a row that are multiplied at once in one slice
     UNROLLED: gl.constexpr, USES: gl.constexpr, WORDS: gl.constexpr, X: gl.constexpr, SUMS: gl.constexpr,
@@ -99,8 +122,8 @@ def lanes_kernel(
     the second half may read the choice and lists, and load weights, before its own."""
     PER: gl.constexpr = 32 // BITS  # codes of a word
     SCALED: gl.constexpr = 2 if BITS == 4 else 8
-    SLICE: gl.constexpr = K // PER // Q  # words of a row in a slice
-    STEPS: gl.constexpr = SLICE // W
+    NEXT: gl.constexpr = Q * W  # words of a row from one step to the next
+    STEPS: gl.constexpr = K // PER // NEXT
     if not EARLY:
         pdl.wait(PDL)
         pdl.trigger(PDL)
@@ -122,19 +145,21 @@ def lanes_kernel(
         q = gl.arange(0, Q, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
         m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :, None]
         k = gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
-        wp = words + (e * rows + first) * (K // PER) + (m * (K // PER) + q * SLICE + k)
+        wp = words + (e * rows + first) * (K // PER) + (m * (K // PER) + q * W + k)
         BLOCKS: gl.constexpr = gl.SliceLayout(3, gl.reshape(wp, [Q, M, W // SCALED, SCALED]).type.layout)
         q = gl.arange(0, Q, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
         m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
         k = gl.arange(0, W // SCALED, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
         sp = scales + (e * rows + first) * (K // PER // SCALED)
-        sp += m * (K // PER // SCALED) + q * (SLICE // SCALED) + k
+        sp += m * (K // PER // SCALED) + q * (W // SCALED) + k
         q = gl.arange(0, Q, layout=gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
         k = gl.arange(0, W * PER, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
         n = gl.convert_layout(use, gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
-        xp = x + (gl.maximum(n, 0) // SHARE).to(gl.int64) * K + (q * (SLICE * PER) + k)
+        xp = x + (gl.maximum(n, 0) // SHARE).to(gl.int64) * K + (q * (W * PER) + k)
         live, _ = gl.broadcast(n >= 0, q + k == q + k)
-        acc = gl.zeros([Q, M, N], gl.float32, SUMS)
+        acc = (gl.zeros([Q, M, N], gl.float32, SUMS),)
+        if NUMBER == 2:
+            acc += acc
         word, scale = gl.load(wp), gl.load(sp)
         if EARLY:
             pdl.wait(PDL)
@@ -143,23 +168,28 @@ def lanes_kernel(
             for i in gl.static_range(STEPS):
                 next_word, next_scale = word, scale
                 if i + 1 < STEPS:
-                    next_word, next_scale = gl.load(wp + (i + 1) * W), gl.load(sp + (i + 1) * (W // SCALED))
-                acc = multiplied(word, scale, gl.load(xp + i * (W * PER), mask=live, other=0.0), acc, BITS)
+                    next_word, next_scale = gl.load(wp + (i + 1) * NEXT), gl.load(sp + (i + 1) * (NEXT // SCALED))
+                own = gl.load(xp + i * (NEXT * PER), mask=live, other=0.0)
+                acc = multiplied(word, scale, own, acc, i, BITS)
                 word, scale = next_word, next_scale
         else:
-            next_word, next_scale = gl.load(wp + W), gl.load(sp + W // SCALED)
+            next_word, next_scale = gl.load(wp + NEXT), gl.load(sp + NEXT // SCALED)
             for i in range(0, STEPS, 2):
                 one, two = gl.minimum(i + 2, STEPS - 2), gl.minimum(i + 3, STEPS - 1)
-                one_word, one_scale = gl.load(wp + one * W), gl.load(sp + one * (W // SCALED))
-                two_word, two_scale = gl.load(wp + two * W), gl.load(sp + two * (W // SCALED))
-                acc = multiplied(word, scale, gl.load(xp + i * (W * PER), mask=live, other=0.0), acc, BITS)
-                own = gl.load(xp + (i + 1) * (W * PER), mask=live, other=0.0)
-                acc = multiplied(next_word, next_scale, own, acc, BITS)
+                one_word, one_scale = gl.load(wp + one * NEXT), gl.load(sp + one * (NEXT // SCALED))
+                two_word, two_scale = gl.load(wp + two * NEXT), gl.load(sp + two * (NEXT // SCALED))
+                own = gl.load(xp + i * (NEXT * PER), mask=live, other=0.0)
+                acc = multiplied(word, scale, own, acc, 0, BITS)
+                own = gl.load(xp + (i + 1) * (NEXT * PER), mask=live, other=0.0)
+                acc = multiplied(next_word, next_scale, own, acc, 1, BITS)
                 word, scale, next_word, next_scale = one_word, one_scale, two_word, two_scale
+        total = acc[0]
+        if NUMBER == 2:
+            total += acc[1]
         times = unit(gl.bfloat16, BITS)
         if BITS == 4:
             times *= gl.load(factor + e)
-        out = gl.sum(gl.convert_layout(gl.permute(acc, (2, 0, 1)), APART), 1) * times  # [N, M]
+        out = gl.sum(gl.convert_layout(gl.permute(total, (2, 0, 1)), APART), 1) * times  # [N, M]
         width = rows
         if PAIRED:
             out = gl.reshape(gated(gl.reshape(out, [N * M]), gate_cap, up_cap, CAPPED, N * M), [N, M // 2])
@@ -201,12 +231,13 @@ def layouts(slices: int, groups: int, tiles: int, words: int, per: int, uses: in
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How `lanes_kernel` cuts its work: slices of the columns, warps beside each other along the rows, times 16 rows of
-    each, registers of a thread (None: as many as it takes)."""
+    each, registers of a thread (None: as many as it takes), sums of a slice."""
 
     slices: int
     groups: int
     tiles: int
     registers: int | None = None
+    sums: int = 1
 
 
 MOST = 16  # uses of an expert, on average, up to which this is the fastest way
@@ -224,10 +255,15 @@ def width_of(tokens: int, uses: int, experts: int) -> int:
     return NARROW if tokens <= NARROW or (tokens > FEW and uses <= 5 * experts) else FEW
 
 
-def fixed_cut(tokens: int, width: int, *, paired: bool) -> Cut:
-    """That of deterministic mode, for tiles of `width` uses: the bits of a sum are decided by the number of slices, and
-    by nothing else here. Mini, NVFP4, us of both halves: one token 11.2 and 7.5, 8 tokens 55.7 and 28.9."""
-    return Cut(2 if paired else 1, 2, 1 if tokens == 1 else 2, 128 if tokens > 1 and width == NARROW else None)
+def fixed_cut(w: Coded, tokens: int, width: int, *, paired: bool) -> Cut:
+    """That of deterministic mode, for tiles of `width` uses: the bits of a product are decided by the numbers of slices
+    and sums, and by nothing else here. First halves are summed as one token's pieces in fragments.py, where it has
+    four."""
+    capped = tokens > 1 and (width == NARROW or w.bits == 8)
+    pieces = pieces_of(w.shape[2] * w.bits // 32, PIECE[w.bits])
+    return Cut(
+        2 if paired else 1, 2, 1 if tokens == 1 else 2, 128 if capped else None, 2 if paired and pieces == 4 else 1
+    )
 
 
 def fits(x: Tensor, w: Weights, cut: Cut) -> bool:
@@ -266,8 +302,8 @@ def grouped_lanes(
     lanes_kernel[(rows // held, tiles)](
         x, *stored(w), *lists, out, rows, tokens,
         1.0 if caps is None else caps.gate, 1.0 if caps is None else caps.up,
-        isinstance(uses, Tiles), top, places, share, paired, caps is not None, w.bits, length, width, cut.slices, held,
-        step, steps < 10 or steps % 2 > 0,
+        isinstance(uses, Tiles), top, places, share, paired, caps is not None, w.bits, length, width, cut.slices,
+        cut.sums, held, step, steps < 10 or steps % 2 > 0,
         gl.BlockedLayout([1, 1], [32 // min(32, places), min(32, places)], [warps, 1], [1, 0]),
         *layouts(cut.slices, cut.groups, cut.tiles, step, 32 // w.bits, width), early, on,
         num_warps=warps, **more, **pdl.launch(on),

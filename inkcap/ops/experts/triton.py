@@ -47,6 +47,8 @@ def up(
     device = rows.rows.device
     out = torch.empty(tokens, top_k, columns // 2, dtype=rows.dtype, device=device)
     bk, number = chunks(length)
+    if tokens == 1 and fixed and not shared and as_alone(rows.tensor(), w13, top_k, paired=True):
+        return fragments.up(rows.tensor(), w13, route, caps, out, fixed=True), out[:, :0]
     if tokens == 1 and number and not fixed:
         on, normed = pdl.supported(device), rows.normed is None
         x = rows.rows if rows.normed is None else rows.normed
@@ -131,7 +133,7 @@ def in_lanes(
     """Launch `grouped_lanes`, and the lists of its tiles where there are too many tokens to do without."""
     tokens, number = len(route.choice), route.choice.numel()
     width = lanes.width_of(tokens, number, len(w))
-    cut = lanes.fixed_cut(tokens, width, paired=paired) if fixed else None
+    cut = lanes.fixed_cut(w, tokens, width, paired=paired) if fixed and isinstance(w, Coded) else None
     early = not paired and (tokens <= FEW or (Tiles, width) in route.memo)
     uses = route if tokens <= FEW else tiles(route, len(w), width)
     return lanes.grouped_lanes(x, w, uses, share, out, paired=paired, caps=caps, early=early, cut=cut)
@@ -150,13 +152,21 @@ def fixed_products(
 ) -> Tensor:
     """`products_of` by one kernel for any number of tokens, in which a use's sums depend on nothing but itself."""
     tokens, number = len(route.choice), route.choice.numel()
-    if also is None and lanes.fits(x, w, lanes.fixed_cut(FEW, FEW, paired=paired)):
+    if also is None and isinstance(w, Coded) and lanes.fits(x, w, lanes.fixed_cut(w, FEW, FEW, paired=paired)):
         return in_lanes(x, w, route, share, out, paired=paired, caps=caps, fixed=True)
     uses = route if tokens <= FEW else tiles(route, len(w), NARROW if number <= NARROW * len(w) else FEW)
     cut = cut_of(w)
     if tokens == 1 and cut.slices > 2:
         cut = replace(cut, rows=16, stages=4)  # 13.9 us, 32 rows 16.5 (NVFP4, 6,144 columns)
     return grouped_few(x, w, uses, share, out, paired=paired, caps=caps, also=also, cut=cut)
+
+
+def as_alone(x: Tensor, w: Weights, top_k: int, *, paired: bool) -> bool:
+    """Whether one token's kernels give x the bits that it has in `fixed_products`."""
+    if not isinstance(w, Coded) or not fragments.suits(x, w, top_k):
+        return False
+    cut = lanes.fixed_cut(w, FEW, FEW, paired=paired)
+    return lanes.fits(x, w, cut) and cut.sums == (2 if paired else 1)
 
 
 def down(
@@ -196,6 +206,9 @@ def down(
         window = (taps.shape[1], view.block)
     else:
         where, strides, window = (act,) * 6, (0,) * 5, (1, 1)
+    parts = (where, strides, window, conv_scale)
+    if tokens == 1 and fixed and shared_act is None and as_alone(act, w2, top_k, paired=False):
+        return fragments.down(act, w2, route, base, *parts, out, convolved=inside, fixed=True), None
     joined = coded_chunks(top_k * length) if isinstance(w2, Coded) else (bk, number)  # of all experts' rows
     if tokens == 1 and number and joined[1] and (inside or not convolved) and not fixed:
         shared = 0 if shared_w2 is None else shared_w2.shape[1]
@@ -210,7 +223,6 @@ def down(
             )  # fmt: skip
             return out, None
         if isinstance(w2, Coded) and fragments.suits(act, w2, top_k):
-            parts = (where, strides, window, conv_scale)
             return fragments.down(act, w2, route, base, *parts, out, convolved=inside), None
         if isinstance(w2, Coded):
             bn, warps = DOWN_JOINED
@@ -240,8 +252,8 @@ def down(
         shared = F.linear(shared_act.flatten(1), shared_w2.flatten(1))
     (fixed_products if fixed else products_of)(act, w2, route, 1, products, paired=False, also=also)
     if convolved and not inside and tokens >= WALKED and not fixed:
-        parts = Parts(shared, many, products, route.weights)
-        return walk(parts, taps, view, packing, plane, conv_scale, residual, None, dtype), None
+        summed = Parts(shared, many, products, route.weights)
+        return walk(summed, taps, view, packing, plane, conv_scale, residual, None, dtype), None
     bc = min(COMBINED, triton.next_power_of_2(channels))
     blocks = triton.cdiv(channels, bc)
     squares = torch.empty(tokens, blocks, dtype=torch.float32, device=act.device) if inside else None
