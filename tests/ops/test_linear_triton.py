@@ -5,7 +5,8 @@ import torch
 from ops.shapes import SETTLES, same_dtype, settle_case
 
 from inkcap.ops.linear.device import chunks
-from inkcap.ops.linear.ref import logits, product, project, settle
+from inkcap.ops.linear.each import project_each_triton
+from inkcap.ops.linear.ref import logits, product, project, project_each, settle
 from inkcap.ops.linear.triton import logits_triton, product_triton, project_triton, settle_triton
 from inkcap.ops.values import Normed
 
@@ -41,6 +42,17 @@ def test_project_norms_a_few_rows_on_the_way_where_their_squares_are_known(lengt
     torch.testing.assert_close(got, project.reference(want, weight), rtol=1e-4, atol=1e-4)
     assert rows.normed is not None
     torch.testing.assert_close(rows.normed, want.tensor(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_project_each(tokens):
+    norm, weight, widths = torch.rand(300) + 0.5, torch.randn(150, 300), (70, 65, 15)
+    inputs = [Normed(torch.randn(tokens, 300), norm, 1e-2) for _ in widths]
+    want = project_each.reference(inputs, weight, widths)
+    for each in inputs:
+        each.normed = None
+    for got, each in zip(project_each_triton(inputs, weight, widths), want, strict=True):
+        torch.testing.assert_close(got, each, rtol=1e-4, atol=1e-4)
 
 
 def test_project_takes_fp32_rows_that_are_normed_to_another_dtype():

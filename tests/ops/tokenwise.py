@@ -26,6 +26,7 @@ def cases(device, dtype, tokens, *, channels, units, experts=5, bits=16, rows=70
     w13, w2 = matrices(experts, 2 * units, channels), matrices(experts, channels, units)
     shared_w13 = normal(shared, 2 * units, channels, scale=near)
     shared_w2 = normal(channels, shared, units, scale=units**-0.5)
+    inputs, widths = [x, x.flip(1), x.roll(1, 1)], (rows - 30, 20, 10)
     choice = torch.rand(tokens, experts, device=device).topk(top, 1).indices
     chances, gammas = torch.rand(tokens, top, device=device), torch.rand(tokens, shared, device=device)
     act, shared_act = normal(tokens, top, units), normal(tokens, shared, units)
@@ -58,7 +59,7 @@ def cases(device, dtype, tokens, *, channels, units, experts=5, bits=16, rows=70
     return {
         "project": lambda f, here: [f(normed(here), weight)],
         "product": lambda f, here: [f(x[here], weight)],
-        "project_each": lambda f, here: list(f([normed(here)] * 3, weight, (rows - 30, 20, 10))),
+        "project_each": lambda f, here: list(f([Normed(each[here], norm, EPS) for each in inputs], weight, widths)),
         "logits": lambda f, here: [f(x[here], weight, 0.5, 30.0)],
         "rms_norm": lambda f, here: [f(x[here], norm, EPS)],
         "swiglu": lambda f, here: [f(act[here], chances[here])],

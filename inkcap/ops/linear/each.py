@@ -1,4 +1,6 @@
-"""Products of several inputs with their own rows of one matrix. One row each: one launch for all of them."""
+"""Products of several inputs with their own rows of one matrix. One row each: one launch for all. A few rows: one for
+their parts, and another that sums these.
+"""
 
 from collections.abc import Sequence
 
@@ -9,8 +11,9 @@ from torch import Tensor
 
 from inkcap.ops import pdl
 from inkcap.ops.linear.device import chunks, fetch_all, multiply
+from inkcap.ops.linear.few import each_in_parts, sum_parts
 from inkcap.ops.linear.ref import project_each
-from inkcap.ops.linear.triton import project_triton, streams, tile
+from inkcap.ops.linear.triton import FEW, project_triton, streams, tile
 from inkcap.ops.values import Normed
 
 
@@ -39,6 +42,9 @@ def project_each_triton(inputs: Sequence[Normed], weight: Tensor, widths: Sequen
     """`project_each` of the reference. One row is normed without rounding the normed row in between."""
     first = inputs[0]
     if not all(streams(rows.rows, weight) for rows in inputs):
+        if 1 < len(first.rows) <= FEW and weight.stride(1) == 1 and first.dtype == weight.dtype:
+            xs = [rows.tensor() for rows in inputs]
+            return sum_parts(each_in_parts(xs, weight, widths), first.dtype).split_with_sizes(list(widths), 1)
         parts = weight.split_with_sizes(list(widths))
         return tuple(project_triton(rows, part) for rows, part in zip(inputs, parts, strict=True))
     (rows, length), on = weight.shape, pdl.supported(weight.device)

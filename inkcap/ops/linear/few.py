@@ -4,6 +4,9 @@ The tile's weights are asked for at once and before the rows are known, like tho
 long, so that there are many programs. Sums go in order of the parts, so a row's result depends on no other row.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
@@ -21,16 +24,22 @@ SETTLED = 512  # channels of a program that sums parts and convolves
 
 @triton.jit(do_not_specialize=["tokens"])
 def part_kernel(
-    x, w, parts, norm, squares, normed, eps, tokens, rows, x_stride, w_stride,
+    xs, w, parts, norm, squares, normed, tiles, starts, stops, eps, tokens, rows, x_stride, w_stride,
     SQUARES: tl.constexpr,  # sums of squares of a row of x; 0: it is not to be normed
     BS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile [tokens, BN] of one part of a product [parts, tokens, rows]."""
+    """One tile [tokens, BN] of one part of a product [parts, tokens, rows]. Input i has the tiles from tiles[i] on, and
+    rows starts[i] .. stops[i] of w."""
     pdl.trigger(PDL)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    own_tile = tl.program_id(0)
+    x, first, start, stop = xs[0], tiles[0], starts[0], stops[0]
+    for i in tl.static_range(1, len(xs)):
+        if own_tile >= tiles[i]:
+            x, first, start, stop = xs[i], tiles[i], starts[i], stops[i]
+    n = start + (own_tile - first) * BN + tl.arange(0, BN)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     m = tl.arange(0, BM)
-    held = tl.minimum(n, rows - 1).to(tl.int64)
+    held = tl.minimum(n, stop - 1).to(tl.int64)
     if K % BK == 0:
         own = tl.load(w + held[:, None] * w_stride + k[None, :], eviction_policy="evict_first")
     else:
@@ -45,11 +54,11 @@ def part_kernel(
         sums = tl.load(squares + m[:, None] * SQUARES + s, mask=(m < tokens)[:, None] & (s < SQUARES), other=0.0)
         a = a.to(tl.float32) * tl.rsqrt(tl.sum(sums, 1) / K + eps)[:, None] * scale[None, :]
         a = a.to(w.dtype.element_ty)
-        if tl.program_id(0) == 0:
+        if own_tile == 0:
             tl.store(normed + m[:, None] * K + k[None, :], a, mask=mask)
     out = tl.trans(tl.dot(own, tl.trans(a), input_precision="ieee"))
     to = parts + (tl.program_id(1) * tokens + m)[:, None] * rows + n[None, :]
-    tl.store(to, out, mask=(m < tokens)[:, None] & (n < rows)[None, :])
+    tl.store(to, out, mask=(m < tokens)[:, None] & (n < stop)[None, :])
 
 
 @triton.jit
@@ -112,7 +121,14 @@ def in_parts(x: Tensor, weight: Tensor, norm: Normed | None = None) -> Tensor:
 
     With `norm`, x are its rows with known sums of squares; they are normed on the way, and `norm` has the normed ones.
     """
-    (rows, length), tokens, on = weight.shape, len(x), pdl.supported(x.device)
+    return each_in_parts([x], weight, [len(weight)], norm)
+
+
+def each_in_parts(xs: Sequence[Tensor], weight: Tensor, widths: Sequence[int], norm: Normed | None = None) -> Tensor:
+    """`in_parts` of several inputs, each times its own `widths` of the rows of `weight`; `norm`: of a single one."""
+    x, on = xs[0], pdl.supported(weight.device)
+    (rows, length), tokens, strides = weight.shape, len(x), {each.stride() for each in xs}
+    assert len(strides) == 1, f"inputs have strides {strides}; the kernel needs equal ones"
     bk = max(16, min(LENGTH, triton.next_power_of_2(length)))
     parts = torch.empty(triton.cdiv(length, bk), tokens, rows, dtype=torch.float32, device=x.device)
     scale, squares, normed, eps, number = x, x, x, 0.0, 0
@@ -120,9 +136,11 @@ def in_parts(x: Tensor, weight: Tensor, norm: Normed | None = None) -> Tensor:
         scale, squares, eps, number = norm.weight, norm.squares, norm.eps, norm.squares.shape[1]
         norm.normed = normed = torch.empty(tokens, length, dtype=weight.dtype, device=x.device)
     tile = MANY_ROWS if rows > MANY else ROWS
-    part_kernel[(triton.cdiv(rows, tile), len(parts))](
-        x, weight, parts, scale, squares, normed, eps, tokens, rows, x.stride(0), weight.stride(0),
-        number, triton.next_power_of_2(max(1, number)), length, bk, max(16, triton.next_power_of_2(tokens)), tile, on,
+    tiles, stops = (tuple(accumulate(each)) for each in ([triton.cdiv(width, tile) for width in widths], widths))
+    part_kernel[(tiles[-1], len(parts))](
+        tuple(xs), weight, parts, scale, squares, normed, (0, *tiles[:-1]), (0, *stops[:-1]), stops, eps, tokens, rows,
+        x.stride(0), weight.stride(0), number, triton.next_power_of_2(max(1, number)), length, bk,
+        max(16, triton.next_power_of_2(tokens)), tile, on,
         num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     return parts

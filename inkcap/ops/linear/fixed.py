@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inkcap.ops import pdl
-from inkcap.ops.linear.few import LENGTH, in_parts, settle_parts, sum_parts
+from inkcap.ops.linear.few import LENGTH, each_in_parts, in_parts, settle_parts, sum_parts
 from inkcap.ops.linear.ref import logits, product, project, project_each, settle
 from inkcap.ops.sconv.triton import convolve
 from inkcap.ops.values import GroupView, Normed, Packing
@@ -82,10 +82,15 @@ def in_tiles(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def parted(x: Tensor, weight: Tensor) -> bool:
+    """Whether parts of a product are programs of their own."""
+    return len(x) <= FEW and len(x) * len(weight) <= PARTED
+
+
 def together(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """x [T, K] times `weight` [N, K] by whichever way is the faster one: [T, N]."""
     assert x.dtype == weight.dtype, f"rows of {x.dtype} and a matrix of {weight.dtype}; the kernels need one dtype"
-    if len(x) <= FEW and len(x) * len(weight) <= PARTED:
+    if parted(x, weight):
         return sum_parts(in_parts(x, weight), dtype)
     return in_tiles(x, weight, dtype)
 
@@ -110,10 +115,13 @@ def product_fixed(rows: Tensor, weight: Tensor) -> Tensor:
 @project_each.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
 def project_each_fixed(inputs: Sequence[Normed], weight: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     """`project_each` of the reference."""
-    if all(rows is inputs[0] for rows in inputs):
+    xs, dtype = [rows.tensor() for rows in inputs], inputs[0].dtype
+    if all(x is xs[0] for x in xs):
         return project_fixed(inputs[0], weight).split_with_sizes(list(widths), 1)
-    parts = weight.split_with_sizes(list(widths))
-    return tuple(together(rows.tensor(), part, rows.dtype) for rows, part in zip(inputs, parts, strict=True))
+    if parted(xs[0], weight):
+        return sum_parts(each_in_parts(xs, weight, widths), dtype).split_with_sizes(list(widths), 1)
+    own = weight.split_with_sizes(list(widths))
+    return tuple(together(x, part, dtype) for x, part in zip(xs, own, strict=True))
 
 
 @settle.implement("fixed", when=lambda device: device.type == "cuda", spare=True)
