@@ -7,7 +7,7 @@ from ops import test_router
 from inkcap.ops.letters import BOXES
 from inkcap.ops.norm.ref import rms_norm
 from inkcap.ops.router.ref import route_sigmoid
-from inkcap.ops.router.triton import route_sigmoid_triton, route_sink_triton
+from inkcap.ops.router.triton import route_sigmoid_fixed, route_sigmoid_triton, route_sink_fixed, route_sink_triton
 from inkcap.ops.values import Normed
 
 
@@ -40,6 +40,23 @@ def test_rows_in_parts():
     x, weight = Normed(torch.randn(3, 600), torch.ones(600), 1e-6), torch.randn(70, 600) / 24
     got = route_sigmoid_triton(x, weight, torch.zeros(70), top_k=2, route_scale=1.0)
     assert torch.equal(got.choice, (x.tensor() @ weight.t()).topk(2).indices)
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+def test_one_token_of_deterministic_mode_is_one_of_several(shared):
+    x, weight = Normed(torch.randn(3, 600), torch.ones(600), 1e-6), torch.randn(70, 600) / 24
+    bias = torch.randn(70 - shared) / 10
+
+    def route(rows):
+        if shared:
+            return route_sink_fixed(rows, weight, bias, torch.ones(1), top_k=4, route_scale=2.0)
+        return route_sigmoid_fixed(rows, weight, bias, top_k=4, route_scale=2.0)
+
+    whole = route(x)
+    for t in range(3):
+        one = route(Normed(x.rows[t : t + 1], x.weight, x.eps))
+        for got, want in ((one.choice, whole.choice), (one.weights, whole.weights), (one.gammas, whole.gammas)):
+            assert torch.equal(got[0], want[t])
 
 
 def test_route_sink_gives_equal_scores_to_the_lowest_index():
