@@ -418,6 +418,11 @@ def main() -> None:
         count = 2 + WARM_STEPS + STEPS
         step_tokens = max(args.chunk, batch)
         count += -(-batch * context // step_tokens) + 1  # sequences do not begin at the same step
+        if context + count > model.max_length:
+            parser.error(
+                f"--decode {pair}: {count} tokens are timed behind {context:,}; the model has {model.max_length:,} in "
+                f"all, so at most {model.max_length - count:,} of context"
+            )
         config = config_of(batch, args.longest or context + count, step_tokens, args)
         experts = experts_touched(model, batch, device)
         rival = RIVAL_MS.get((args.shape, batch, context))
