@@ -12,7 +12,6 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are declared; scripts/test-gpu sets it to 0
 sys.path.insert(0, str(Path(__file__).parent))
 
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -29,6 +28,13 @@ def pytest_collection_modifyitems(config, items):
         out = [item for item in items if item.get_closest_marker("browser")]
         items[:] = [item for item in items if not item.get_closest_marker("browser")]
         config.hook.pytest_deselected(items=out)
+
+
+def pytest_collection_finish(session):
+    if os.environ["TRITON_INTERPRET"] == "1" and "triton" in sys.modules:
+        from interpreter import hasten
+
+        hasten()
 
 
 def pytest_terminal_summary(terminalreporter, config):
