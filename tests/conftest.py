@@ -2,6 +2,7 @@
 kernels run in the interpreter unless the environment says otherwise. Tests in a browser run where Chromium is, and
 where they are asked for with `-m`."""
 
+import gc
 import os
 import shutil
 import sys
@@ -28,6 +29,16 @@ def pytest_collection_modifyitems(config, items):
         out = [item for item in items if item.get_closest_marker("browser")]
         items[:] = [item for item in items if not item.get_closest_marker("browser")]
         config.hook.pytest_deselected(items=out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Searches for garbage take a quarter of the time here and find none: what is read stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session):
