@@ -2,6 +2,7 @@
 kernels run in the interpreter unless the environment says otherwise. Tests in a browser run where Chromium is, and
 where they are asked for with `-m`."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -73,3 +74,12 @@ def poison(monkeypatch):
             (torch.Tensor, "new_empty"),
         ):
             monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(scope="session")
+def hopper():
+    """Runs programs that compile for a GPU that is not there."""
+    from hopper import Hopper
+
+    with contextlib.closing(Hopper()) as made:
+        yield made

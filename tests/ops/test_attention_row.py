@@ -1,9 +1,5 @@
 """The kernel for one token compiles for a Hopper, which takes no device; its results are compared on one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from inkcap.ops.attention import row
@@ -51,14 +47,8 @@ row.attend(q, k, v, r, make(1, heads, 128), scores, view, packing, sinks, gate)
 
 
 @pytest.mark.parametrize(("heads", "kv", "window", "seam"), [(12, 2, 1024, 0), (8, 1, 512, 1), (24, 8, 0, 1)])
-def test_compiles(heads, kv, window, seam):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, (heads, kv, window, seam))],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_compiles(hopper, heads, kv, window, seam):
+    done = hopper.run(PROGRAM, heads, kv, window, seam)
     assert done.returncode == 0, done.stderr
     assert "mma.sync" in done.stdout
     first, second = done.stdout.split("griddepcontrol.wait")[1:]

@@ -1,9 +1,5 @@
 """The kernels for one token's experts in codes compile, which takes no device; their results are compared on one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -76,15 +72,9 @@ fragments.down(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_they_compile_for_a_hopper(bits):
+def test_they_compile_for_a_hopper(hopper, bits):
     """Products come from the tensor cores, and weights do not go through shared memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(bits)],
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = hopper.run(PROGRAM, bits, TRITON_DEFAULT_FP_FUSION="1")
     assert done.returncode == 0, done.stderr
     both = [part for part in done.stdout.split(".version") if "mma.sync" in part]
     assert len(both) == 2

@@ -1,9 +1,5 @@
 """The kernel for tiles of uses of experts in codes compiles, which takes no device; its results are compared on one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -65,15 +61,9 @@ lanes.grouped_lanes(x, w13, route, 3, act, paired=True, caps=Caps(3.0, 2.0), cut
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_it_compiles_for_a_hopper(bits):
+def test_it_compiles_for_a_hopper(hopper, bits):
     """Products come from the tensor cores, and codes do not go through shared memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(bits)],
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = hopper.run(PROGRAM, bits, TRITON_DEFAULT_FP_FUSION="1")
     assert done.returncode == 0, done.stderr
     all_three = [part for part in done.stdout.split(".version") if "mma.sync" in part]
     assert len(all_three) == 3

@@ -1,9 +1,5 @@
 """The kernel for many tokens compiles for a Hopper, which takes no device; its results are compared on one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -63,15 +59,9 @@ wide.wide(x, w, None, 2, make(16, rows), paired=paired, caps=Caps(3.0, 2.0) if k
     [("nvfp4", 256, 512), ("mxfp8", 256, 128), ("plain", 384, 512)],
     ids=["nvfp4", "mxfp8", "two tiles of columns"],
 )
-def test_it_compiles_for_a_hopper(weights, rows, length):
+def test_it_compiles_for_a_hopper(hopper, weights, rows, length):
     """Both kinds of codes and dense weights; products are the tensor cores' asynchronous ones."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, weights, str(rows), str(length)],
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = hopper.run(PROGRAM, weights, rows, length, TRITON_DEFAULT_FP_FUSION="1")
     assert done.returncode == 0, done.stderr
     assert "wgmma.mma_async.sync.aligned.m64n128" in done.stdout
     assert ("wgmma.mma_async.sync.aligned.m64n64" in done.stdout) == (rows == 384)

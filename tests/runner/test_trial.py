@@ -1,9 +1,6 @@
 """Steps that are tried at start: of all kinds, and without a trace."""
 
-import os
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,10 +51,8 @@ def test_draws_of_all_kinds_run():
 
 
 @pytest.mark.parametrize("family", ["inkling", "inkling2"])
-def test_no_step_compiles_what_none_of_the_kinds_did(family):
-    program = [sys.executable, str(Path(__file__).with_name("compiling.py")), family]
-    done = subprocess.run(
-        program, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"}, timeout=300
-    )
+def test_no_step_compiles_what_none_of_the_kinds_did(hopper, family):
+    program = Path(__file__).with_name("compiling.py").read_text()
+    done = hopper.run(program, family)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d+ kernels\n", done.stdout), done.stdout
