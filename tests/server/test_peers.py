@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import OrderedDict
 
 import pytest
 
@@ -41,6 +42,17 @@ TURNS = {
     ),
     "control tokens as text": ((MODEL, TEXT, "<|end_message|>x", END_MESSAGE), "<|end_message|>x", "", []),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    return OrderedDict()
+
+
+@pytest.fixture(autouse=True)
+def checked_once(app, verdicts):
+    """The grammar of the tools is the same for all tests: one of them has it checked, in a process that takes long."""
+    app.state.service.grammars._verdicts = verdicts
 
 
 @pytest.fixture
