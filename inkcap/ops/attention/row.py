@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from inkcap.ops import pdl
-from inkcap.ops.experts.ring import RENAMED, everybody
+from inkcap.ops.gluon import everybody, seen_as
 from inkcap.ops.letters import box_of
 from inkcap.ops.values import GroupView, Packing, Scores
 
@@ -25,16 +25,6 @@ LOG2E = gl.constexpr(1.4426950408889634)
 HIDDEN = gl.constexpr(-1.0e30)
 HEAD = gl.constexpr(128)  # channels
 EMPTY = gl.constexpr(-1)  # as a float a NaN that no arithmetic makes
-
-
-@gluon.jit
-def seen_as(memory, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory in another shape; versions of Triton name it differently."""
-    if RENAMED:
-        other = memory.reinterpret(memory.dtype, shape, layout)
-    else:
-        other = memory._reinterpret(memory.dtype, shape, layout)
-    return other
 
 
 @gluon.jit
@@ -170,9 +160,9 @@ def row_kernel(
     tops.store(top)
     totals.store(total)
     everybody()
-    weights = seen_as(weights, [W, 16, 8], WEIGHTS)
-    tops = seen_as(tops, [W, 1, 8], WEIGHTS)
-    totals = seen_as(totals, [W, 1, 8], WEIGHTS)
+    weights = seen_as(weights, weights.dtype, [W, 16, 8], WEIGHTS)
+    tops = seen_as(tops, gl.float32, [W, 1, 8], WEIGHTS)
+    totals = seen_as(totals, gl.float32, [W, 1, 8], WEIGHTS)
     most = gl.full([1, 8], HIDDEN, gl.float32, SUMS)
     zeros = gl.zeros([HEAD, 8], gl.float32, SUMS)
     highest, products = (), ()

@@ -22,7 +22,7 @@ from inkcap.ops import pdl
 from inkcap.ops.act.triton import gated
 from inkcap.ops.experts.coded_many import stored
 from inkcap.ops.experts.codes import E4M3_PAIRS_TIMES_SCALE, scale_of, unit
-from inkcap.ops.experts.ring import RENAMED, everybody
+from inkcap.ops.gluon import everybody, seen_as
 from inkcap.ops.quantize.coded import Coded
 from inkcap.ops.sconv.triton import finish, older
 from inkcap.ops.values import Caps, Routed
@@ -157,10 +157,7 @@ def keep_steps(x, C: gl.constexpr, BITS: gl.constexpr):
     AT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, C, [1, 0])
     out = gl.allocate_shared_memory(gl.bfloat16, [M // C, C, N], AT)
     x = gl.permute(gl.reshape(x, [M, 4, N // PER // 4, 2, PER // 2]), (0, 1, 4, 2, 3))
-    if RENAMED:
-        out.reinterpret(gl.bfloat16, [M, N], AT).store(gl.reshape(x, [M, N]))
-    else:
-        out._reinterpret(gl.bfloat16, [M, N], AT).store(gl.reshape(x, [M, N]))
+    seen_as(out, gl.bfloat16, [M, N], AT).store(gl.reshape(x, [M, N]))
     return out
 
 

@@ -8,16 +8,12 @@ compares it.
 import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from inkcap.ops.gluon import copy_rows, copy_tile, everybody, seen_as
 
 GROUP = gl.constexpr(64)  # uses that are fetched and multiplied, or not, together: rows of the tensor cores' product
 DEPTH = gl.constexpr(64)  # of a stage: 128 bytes of a row, the widest swizzle of shared memory
-
-# newer versions of Triton have other names for what 3.6 has
-copy_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-everybody = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # eight E2M1 codes of a word times a pair of scales, to eight bf16 in order; as in codes.py but for the order
 WORD_TIMES_SCALE = gl.constexpr("""{
@@ -83,10 +79,7 @@ def decode(words, scales, stage, BITS: gl.constexpr):
         made = gl.join(p0, p1)
     made = gl.reshape(made, [R, 32])
     SAME: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    if RENAMED:
-        stage.reinterpret(gl.int32, [R, 32], SAME).store(made)
-    else:
-        stage._reinterpret(gl.int32, [R, 32], SAME).store(made)
+    seen_as(stage, gl.int32, [R, 32], SAME).store(made)
 
 
 @gluon.jit
@@ -126,11 +119,7 @@ def folded(stage, PAIRED: gl.constexpr):
     GROUPS: gl.constexpr = 8 if PAIRED else 4
     TILE: gl.constexpr = [stage.shape[0] // (GROUPS * 8), GROUPS, 4, 2, stage.shape[1]]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 5)
-    if RENAMED:
-        out = stage.reinterpret(gl.bfloat16, TILE, LAYOUT)
-    else:
-        out = stage._reinterpret(gl.bfloat16, TILE, LAYOUT)
-    return out
+    return seen_as(stage, gl.bfloat16, TILE, LAYOUT)
 
 
 @gluon.jit
