@@ -74,6 +74,15 @@ def without(keys, taken):
 
 
 @triton.jit
+def shares(logits, there):
+    """Of the sigmoids of those logits that are there, in their sum."""
+    log = tl.minimum(logits, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(logits)))  # of the sigmoid, which may underflow
+    log = tl.where(there, log, float("-inf"))
+    share = tl.exp(log - tl.max(log, 0))
+    return share / tl.sum(share, 0)
+
+
+@triton.jit
 def choose(
     keys, values, picked, choice, weights, gammas, scale,
     E: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, SINK: tl.constexpr, BP: tl.constexpr,
@@ -102,10 +111,7 @@ def choose(
         if k < TOP - 2:
             keys = without(keys, tl.where(chosen, next_own, -1))
     if SINK:
-        log = tl.minimum(picked, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(picked)))  # of the sigmoid, which may underflow
-        log = tl.where(place < TOP + S, log, float("-inf"))
-        share = tl.exp(log - tl.max(log, 0))
-        weight = share / tl.sum(share, 0) * scale
+        weight = shares(picked, place < TOP + S) * scale
     else:
         weight = picked / (total + 1e-20) * scale
     tl.store(choice + place, expert.to(tl.int64), mask=place < TOP)
@@ -276,10 +282,7 @@ def choose_rows(
     chosen = tl.sum(tl.where(e[None, :] == expert[:, None], logit[None, :], 0.0), 1)
     picked = tl.where(place < TOP, chosen, picked)
     if SINK:
-        log = tl.minimum(picked, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(picked)))  # of the sigmoid, which may underflow
-        log = tl.where(place < TOP + S, log, float("-inf"))
-        share = tl.exp(log - tl.max(log, 0))
-        weight = share / tl.sum(share, 0) * scale
+        weight = shares(picked, place < TOP + S) * scale
     else:
         share = tl.where(place < TOP, tl.sigmoid(picked), 0.0)
         weight = share / (tl.sum(share, 0) + 1e-20) * scale
