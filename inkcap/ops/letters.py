@@ -12,7 +12,8 @@ def box_of(owner: Tensor, words: int, dtype: torch.dtype, empty: int) -> Tensor:
     """[words] of an integer dtype, each of them `empty` when it is made. It is the owner's, by its address, since
     engines in one process may run at the same time.
 
-    It must not be made while a graph is captured, which would own it; so a step is run before steps are captured.
+    It must not be made while a graph is captured, which would own it; so a step is run before steps are captured. As
+    graphs have its address, it stays until the process ends.
     """
     device = owner.device
     key = (device, owner.data_ptr(), dtype, words, empty)

@@ -1,11 +1,14 @@
 """The kernels of the experts: the references' tests run with them, and their parts, under the interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ops import test_experts
 from ops.shapes import MIXED, convolved
 
-from inkcap.ops.experts import group
+from inkcap.ops.experts import fragments, group
+from inkcap.ops.experts import triton as experts
 from inkcap.ops.experts.group import tiles, width_of
 from inkcap.ops.experts.ref import experts_settle, routed_settle
 from inkcap.ops.experts.triton import (
@@ -158,3 +161,20 @@ def test_nothing_to_do():
     route = Routed(torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), torch.empty(0, 1))
     act = Activated(torch.empty(0, 2, 4), torch.empty(0, 1, 4), route)
     assert experts_down_triton(act, torch.randn(3, 8, 4), torch.randn(8, 1, 4)).shape == (0, 8)
+
+
+def test_one_token_under_a_wider_bound_is_convolved(monkeypatch):
+    """A step whose bound is two tokens a sequence takes no launch that reads all other inputs from the state."""
+    monkeypatch.setattr(experts, "as_alone", lambda *_, paired: True)
+    monkeypatch.setattr(fragments, "down", None)
+    channels, units = 20, 12
+    w2, taps = torch.randn(5, channels, units), torch.randn(channels, 4)
+    for view, packing, plane in convolved(channels, [((0, 1),)] * 3, torch.float32, CPU):
+        wider = replace(packing, spans=tuple((start, stop + 1, *rest) for start, stop, *rest in packing.spans))
+        act, residual = torch.randn(1, 2, units), torch.randn(1, channels)
+        route = Routed(torch.tensor([[3, 1]]), torch.rand(1, 2), torch.empty(1, 0))
+        kept = plane.clone()
+        want, _ = routed_settle.reference(act, route, w2, residual, taps, view, packing, plane=1)
+        plane.copy_(kept)
+        got, _ = experts.down(act, None, route, w2, None, residual, taps, view, wider, 1, 1.0, fixed=True)
+        torch.testing.assert_close(got, want)

@@ -270,7 +270,7 @@ def layouts(warps: int) -> tuple:
 
 PAIRS = 16  # most sequences times kv heads: their programs are on the device at once
 TILES = ((512, 8, 4), (1024, 16, 4), (2048, 16, 8))  # most keys; programs that share them, and warps of each
-WORDS = PAIRS * GROUP * 16 * (HEAD.value + 2)  # letters of the largest launch
+WORDS = PAIRS * GROUP * max(parts for _, parts, _ in TILES) * (HEAD.value + 2)  # letters of the largest launch
 
 
 def tile(reach: int, window: int | None) -> tuple[int, int]:
@@ -285,7 +285,7 @@ def suits(q: Tensor, k: Tensor, r: Tensor, scores: Scores, packing: Packing, cod
     return (
         pdl.supported(q.device)
         and packing.widest == 1
-        and len(packing.rows) * kv <= PAIRS
+        and len(q) == len(packing.rows) <= PAIRS // kv
         and q.dtype == r.dtype == torch.bfloat16
         and not coded
         and size == HEAD.value

@@ -5,8 +5,7 @@ read at once (first half), or rows of two experts (second half). Each piece or e
 operand: of the product [16, 8] one column a row is wanted. The order in which a word's codes are multiplied is that in
 which they fall out of it; x is put into this order in registers or on its way through shared memory. Weights are exact
 in bf16: code times scale has six bits. Where a row is read in four pieces, lanes.py can sum in the same order, and in
-deterministic mode it does. Written in Gluon, which is compiled, not interpreted: CI compiles it, a device
-compares it.
+deterministic mode it does. Written in Gluon, which is compiled, not interpreted: CI compiles it, a device compares it.
 """
 
 import functools
@@ -486,7 +485,10 @@ def down(
     fixed: bool = False,
 ) -> Tensor:
     """Second half: act [1, K, I]; w [E, C, I]. The sum goes into out [1, C], which is returned; with `convolved` behind
-    the convolution, whose taps and state `where`, `strides` and `window` are, and the addition."""
+    the convolution, whose taps and state `where`, `strides` and `window` are, and the addition.
+
+    `fixed`: products are rounded before they are summed, as those of several tokens are.
+    """
     _, rows, length = w.shape
     on, words = pdl.supported(act.device), length * w.bits // 32
     step = step_of(words)

@@ -207,10 +207,11 @@ def down(
     else:
         where, strides, window = (act,) * 6, (0,) * 5, (1, 1)
     parts = (where, strides, window, conv_scale)
-    if tokens == 1 and fixed and shared_act is None and as_alone(act, w2, top_k, paired=False):
+    alone = tokens == 1 and (inside or not convolved)  # for one launch of everything
+    if alone and fixed and shared_act is None and as_alone(act, w2, top_k, paired=False):
         return fragments.down(act, w2, route, base, *parts, out, convolved=inside, fixed=True), None
     joined = coded_chunks(top_k * length) if isinstance(w2, Coded) else (bk, number)  # of all experts' rows
-    if tokens == 1 and number and joined[1] and (inside or not convolved) and not fixed:
+    if alone and number and joined[1] and not fixed:
         shared = 0 if shared_w2 is None else shared_w2.shape[1]
         if isinstance(w2, Coded) and shared:
             bn, warps = DOWN_CODED

@@ -44,7 +44,8 @@ def project_each_triton(inputs: Sequence[Normed], weight: Tensor, widths: Sequen
     if not all(streams(rows.rows, weight) for rows in inputs):
         if 1 < len(first.rows) <= FEW and weight.stride(1) == 1 and first.dtype == weight.dtype:
             xs = [rows.tensor() for rows in inputs]
-            return sum_parts(each_in_parts(xs, weight, widths), first.dtype).split_with_sizes(list(widths), 1)
+            if all(x.is_contiguous() for x in xs):
+                return sum_parts(each_in_parts(xs, weight, widths), first.dtype).split_with_sizes(list(widths), 1)
         parts = weight.split_with_sizes(list(widths))
         return tuple(project_triton(rows, part) for rows, part in zip(inputs, parts, strict=True))
     (rows, length), on = weight.shape, pdl.supported(weight.device)
